@@ -28,6 +28,7 @@ check: $(STAMP)  ## linters, types, layers, protos, drift of generated code
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
 	$(BIN)/buf format --diff --exit-code
+	$(BIN)/python protos/breaking.py
 	$(BIN)/hadolint Dockerfile
 	$(BIN)/python protos/generate.py --check
 
