@@ -36,7 +36,7 @@ from typing import ClassVar
 
 
 class NoetlError(Exception):
-    """Something that a caller can be told, with a machine-readable reason and every value the text mentions."""
+    """Something a caller can be told, with a machine-readable reason and every value the text mentions."""
 
     reason: str = "INTERNAL"
     #: How long a caller should wait before it tries again; None where a retry can't help.
@@ -67,7 +67,8 @@ class InvalidRequest(NoetlError):
     def __init__(self, field: str, rule: str, *more: tuple[str, str]) -> None:
         self.violations: Sequence[tuple[str, str]] = ((field, rule), *more)
         super().__init__(
-            "; ".join(f"{name} {text}" for name, text in self.violations), metadata={"field": field, "rule": rule}
+            "; ".join(f"{name} {text}" for name, text in self.violations),
+            metadata={"field": field, "rule": rule},
         )
 
 
@@ -184,7 +185,7 @@ class Unavailable(NoetlError):
     """Something we need is out of reach just now."""
 
     reason = "UNAVAILABLE"
-    retry_after_seconds = 1.0
+    retry_after_seconds: float | None = 1.0
 
 
 class DatabaseUnavailable(Unavailable):

@@ -17,7 +17,17 @@ from noetl_grpc.errors import SettingsError
 
 T = TypeVar("T")
 
-_FLAGS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False, "": False}
+_FLAGS = {
+    "true": True,
+    "1": True,
+    "yes": True,
+    "on": True,
+    "false": False,
+    "0": False,
+    "no": False,
+    "off": False,
+    "": False,
+}
 
 
 class Rejected(ValueError):
@@ -137,14 +147,23 @@ def _database_url(text: str) -> str:
     return url
 
 
-_DSN_KEYS = {"host": "host", "port": "port", "user": "user", "password": "password", "database": "database", "dbname": "database"}
+_DSN_KEYS = {
+    "host": "host",
+    "port": "port",
+    "user": "user",
+    "password": "password",
+    "database": "database",
+    "dbname": "database",
+}
 
 
 def _shard_url(text: str) -> str:
     """A URL, or NoETL's own `host=…;port=…;user=…;password=…;database=…`."""
     if "://" in text:
         return _database_url(text)
-    accepted = Rejected("a postgresql:// URL, or host=…;port=…;user=…;password=…;database=… with host and user")
+    accepted = Rejected(
+        "a postgresql:// URL, or host=…;port=…;user=…;password=…;database=… with host and user"
+    )
     parts: dict[str, str] = {}
     for item in filter(None, (part.strip() for part in text.split(";"))):
         key, equals, value = item.partition("=")
@@ -166,7 +185,9 @@ def _shard_url(text: str) -> str:
 def compose_database_url(*, host: str, port: str, user: str, password: str, database: str) -> str:
     """Put the parts of a connection together, quoting what a URL can't hold."""
     secret = f":{quote(password, safe='')}" if password else ""
-    return _database_url(f"postgresql://{quote(user, safe='')}{secret}@{host}:{port}/{quote(database, safe='')}")
+    return _database_url(
+        f"postgresql://{quote(user, safe='')}{secret}@{host}:{port}/{quote(database, safe='')}"
+    )
 
 
 def _url_list(parse: Callable[[str], str]) -> Callable[[str], tuple[str, ...]]:
@@ -198,12 +219,33 @@ def setting(env: str, default: str, parse: Callable[[str], T], text: str, *, sec
 class EventStreamSettings:
     """The tailer: committed events to JetStream."""
 
-    enabled: bool = setting("NOETL_EVENT_STREAM_ENABLED", "false", _flag, "Whether the tailer publishes events to JetStream.")
-    batch_size: int = setting("NOETL_EVENT_STREAM_BATCH", "500", _integer(1, 10_000), "Events read and published at a time.")
-    poll_ms: int = setting("NOETL_EVENT_STREAM_POLL_MS", "10", _integer(1, 60_000), "How often the log is looked at when nothing wakes the tailer, in milliseconds.")
-    dedup_seconds: int = setting("NOETL_EVENT_STREAM_DEDUP_SECS", "120", _integer(1, 86_400), "JetStream's duplicate window.")
-    retention_seconds: int = setting("NOETL_EVENT_STREAM_RETENTION_SECS", "86400", _integer(1, 2**31), "How long the stream keeps a message; at least the duplicate window.")
-    backfill: bool = setting("NOETL_EVENT_STREAM_BACKFILL", "false", _flag, "At the very first start publish the whole history instead of tailing from now.")
+    enabled: bool = setting(
+        "NOETL_EVENT_STREAM_ENABLED", "false", _flag, "Whether the tailer publishes events to JetStream."
+    )
+    batch_size: int = setting(
+        "NOETL_EVENT_STREAM_BATCH", "500", _integer(1, 10_000), "Events read and published at a time."
+    )
+    poll_ms: int = setting(
+        "NOETL_EVENT_STREAM_POLL_MS",
+        "10",
+        _integer(1, 60_000),
+        "How often the log is looked at when nothing wakes the tailer, in milliseconds.",
+    )
+    dedup_seconds: int = setting(
+        "NOETL_EVENT_STREAM_DEDUP_SECS", "120", _integer(1, 86_400), "JetStream's duplicate window."
+    )
+    retention_seconds: int = setting(
+        "NOETL_EVENT_STREAM_RETENTION_SECS",
+        "86400",
+        _integer(1, 2**31),
+        "How long the stream keeps a message; at least the duplicate window.",
+    )
+    backfill: bool = setting(
+        "NOETL_EVENT_STREAM_BACKFILL",
+        "false",
+        _flag,
+        "At the very first start publish the whole history instead of tailing from now.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,44 +253,147 @@ class Settings:
     """All settings of the server. Made by `from_env`; tests build it by hand."""
 
     grpc_host: str = setting("NOETL_GRPC_HOST", "0.0.0.0", _text, "Address to listen on.")
-    grpc_port: int = setting("NOETL_GRPC_PORT", "50051", _integer(0, 65_535), "Port to listen on; 0 picks a free one.")
-    ops_address: tuple[str, int] | None = setting("NOETL_OPS_ADDR", "", _listen_address, "A second listener for health and KEDA without a token; empty is off.")
-    metrics_address: tuple[str, int] | None = setting("NOETL_METRICS_ADDR", "0.0.0.0:9464", _listen_address, "Prometheus metrics; empty is off.")
-    reflection: bool = setting("NOETL_REFLECTION", "true", _flag, "Whether server reflection (grpcurl, buf curl) is offered.")
+    grpc_port: int = setting(
+        "NOETL_GRPC_PORT", "50051", _integer(0, 65_535), "Port to listen on; 0 picks a free one."
+    )
+    ops_address: tuple[str, int] | None = setting(
+        "NOETL_OPS_ADDR",
+        "",
+        _listen_address,
+        "A second listener for health and KEDA without a token; empty is off.",
+    )
+    metrics_address: tuple[str, int] | None = setting(
+        "NOETL_METRICS_ADDR", "0.0.0.0:9464", _listen_address, "Prometheus metrics; empty is off."
+    )
+    reflection: bool = setting(
+        "NOETL_REFLECTION", "true", _flag, "Whether server reflection (grpcurl, buf curl) is offered."
+    )
 
-    api_token: str = setting("NOETL_INTERNAL_API_TOKEN", "", _text, "The token with full access.", secret=True)
-    tokens_file: Path | None = setting("NOETL_API_TOKENS_FILE", "", _file, "JSON file with named, scoped tokens; re-read when it changes.")
-    tls_certificate: Path | None = setting("NOETL_TLS_CERT", "", _file, "PEM certificate chain; together with the key it turns TLS on.")
+    api_token: str = setting(
+        "NOETL_INTERNAL_API_TOKEN", "", _text, "The token with full access.", secret=True
+    )
+    tokens_file: Path | None = setting(
+        "NOETL_API_TOKENS_FILE", "", _file, "JSON file with named, scoped tokens; re-read when it changes."
+    )
+    tls_certificate: Path | None = setting(
+        "NOETL_TLS_CERT", "", _file, "PEM certificate chain; together with the key it turns TLS on."
+    )
     tls_key: Path | None = setting("NOETL_TLS_KEY", "", _file, "PEM private key.")
-    tls_client_ca: Path | None = setting("NOETL_TLS_CLIENT_CA", "", _file, "PEM authorities; client certificates are then required.")
+    tls_client_ca: Path | None = setting(
+        "NOETL_TLS_CLIENT_CA", "", _file, "PEM authorities; client certificates are then required."
+    )
 
-    database_url: str = setting("NOETL_DATABASE_URL", "", _database_url, "The database, when there is one. Else `NOETL_SHARDS`, or `POSTGRES_HOST`, `POSTGRES_PORT`, `POSTGRES_USER`, `POSTGRES_PASSWORD`, `POSTGRES_DATABASE`.", secret=True)
-    shard_urls: tuple[str, ...] = setting("NOETL_SHARDS", "", _url_list(_shard_url), "The shards in order, separated by commas: URLs, or `host=…;port=…;user=…;password=…;database=…`.", secret=True)
-    cluster_url: str = setting("NOETL_CLUSTER_DSN", "", lambda text: _shard_url(text) if text.strip() else "", "The cluster database (catalog, leases); default the first shard.", secret=True)
-    direct_urls: tuple[str, ...] = setting("NOETL_DIRECT_DATABASE_URL", "", _url_list(_shard_url), "Past PgBouncer, for session locks: one URL per shard in order; default the same databases.", secret=True)
-    pool_size_min: int = setting("POSTGRES_MIN_CONNECTIONS", "1", _integer(0, 1000), "Connections a pool keeps open.")
-    pool_size_max: int = setting("POSTGRES_MAX_CONNECTIONS", "10", _integer(1, 1000), "Connections a pool may open, per database.")
-    pool_wait_seconds: float = setting("POSTGRES_ACQUIRE_TIMEOUT", "30", _seconds(0.01, 3600), "How long a call waits for a connection before it is refused as overloaded.")
-    statement_cache_size: int = setting("NOETL_PG_STATEMENT_CACHE_CAPACITY", "100", _integer(0, 10_000), "Prepared statements per connection; 0 behind PgBouncer in transaction mode.")
+    database_url: str = setting(
+        "NOETL_DATABASE_URL",
+        "",
+        _database_url,
+        "The database, when there is one. Else `NOETL_SHARDS`, or `POSTGRES_HOST`, `POSTGRES_PORT`, `POSTGRES_USER`, `POSTGRES_PASSWORD`, `POSTGRES_DATABASE`.",
+        secret=True,
+    )
+    shard_urls: tuple[str, ...] = setting(
+        "NOETL_SHARDS",
+        "",
+        _url_list(_shard_url),
+        "The shards in order, separated by commas: URLs, or `host=…;port=…;user=…;password=…;database=…`.",
+        secret=True,
+    )
+    cluster_url: str = setting(
+        "NOETL_CLUSTER_DSN",
+        "",
+        lambda text: _shard_url(text) if text.strip() else "",
+        "The cluster database (catalog, leases); default the first shard.",
+        secret=True,
+    )
+    direct_urls: tuple[str, ...] = setting(
+        "NOETL_DIRECT_DATABASE_URL",
+        "",
+        _url_list(_shard_url),
+        "Past PgBouncer, for session locks: one URL per shard in order; default the same databases.",
+        secret=True,
+    )
+    pool_size_min: int = setting(
+        "POSTGRES_MIN_CONNECTIONS", "1", _integer(0, 1000), "Connections a pool keeps open."
+    )
+    pool_size_max: int = setting(
+        "POSTGRES_MAX_CONNECTIONS", "10", _integer(1, 1000), "Connections a pool may open, per database."
+    )
+    pool_wait_seconds: float = setting(
+        "POSTGRES_ACQUIRE_TIMEOUT",
+        "30",
+        _seconds(0.01, 3600),
+        "How long a call waits for a connection before it is refused as overloaded.",
+    )
+    statement_cache_size: int = setting(
+        "NOETL_PG_STATEMENT_CACHE_CAPACITY",
+        "100",
+        _integer(0, 10_000),
+        "Prepared statements per connection; 0 behind PgBouncer in transaction mode.",
+    )
 
-    nats_url: str = setting("NOETL_NATS_URL", "", _broker_url, "The NATS servers, separated by commas.", secret=True)
+    nats_url: str = setting(
+        "NOETL_NATS_URL", "", _broker_url, "The NATS servers, separated by commas.", secret=True
+    )
     event_stream: EventStreamSettings = field(default_factory=EventStreamSettings)
 
-    machine_id: int | None = setting("NOETL_SERVER_MACHINE_ID", "", _optional_integer(0, 1023), "The machine part of minted ids; empty leases one from the database.")
-    outbox_attempts_max: int = setting("NOETL_OUTBOX_MAX_ATTEMPTS", "20", _integer(0, 2**31 - 1), "Attempts after which a failing outbox row is dead; 0 is never.")
-    subscription_drain_timeout_seconds: int = setting("NOETL_SUBSCRIPTION_DRAIN_TIMEOUT_SECS", "300", _integer(0, 2**31 - 1), "How long a subscription may drain without any runtime before its path can be registered anew; 0 is at once.")
-    replay_concurrency: int = setting("NOETL_REPLAY_CONCURRENCY", "4", _integer(1, 64), "Folds that run at the same time; more wait without a connection.")
-    payload_root: Path | None = setting("NOETL_PAYLOAD_ROOT", "", _directory, "Folder of sha256-addressed payload files that replays may resolve.")
+    machine_id: int | None = setting(
+        "NOETL_SERVER_MACHINE_ID",
+        "",
+        _optional_integer(0, 1023),
+        "The machine part of minted ids; empty leases one from the database.",
+    )
+    outbox_attempts_max: int = setting(
+        "NOETL_OUTBOX_MAX_ATTEMPTS",
+        "20",
+        _integer(0, 2**31 - 1),
+        "Attempts after which a failing outbox row is dead; 0 is never.",
+    )
+    subscription_drain_timeout_seconds: int = setting(
+        "NOETL_SUBSCRIPTION_DRAIN_TIMEOUT_SECS",
+        "300",
+        _integer(0, 2**31 - 1),
+        "How long a subscription may drain without any runtime before its path can be registered anew; 0 is at once.",
+    )
+    replay_concurrency: int = setting(
+        "NOETL_REPLAY_CONCURRENCY",
+        "4",
+        _integer(1, 64),
+        "Folds that run at the same time; more wait without a connection.",
+    )
+    payload_root: Path | None = setting(
+        "NOETL_PAYLOAD_ROOT",
+        "",
+        _directory,
+        "Folder of sha256-addressed payload files that replays may resolve.",
+    )
 
-    drain_seconds: float = setting("NOETL_DRAIN_SECS", "5", _seconds(0, 3600), "How long calls are still served after SIGTERM while health already says NOT_SERVING.")
-    grace_seconds: float = setting("NOETL_GRACE_SECS", "30", _seconds(0, 3600), "How long running calls may take to finish after that.")
-    log_level: str = setting("NOETL_LOG_LEVEL", "info", _one_of("debug", "info", "warning", "error"), "Least severity that is logged.")
-    log_format: str = setting("NOETL_LOG_FORMAT", "auto", _one_of("auto", "json", "text"), "JSON lines or text; auto is text on a terminal.")
+    drain_seconds: float = setting(
+        "NOETL_DRAIN_SECS",
+        "5",
+        _seconds(0, 3600),
+        "How long calls are still served after SIGTERM while health already says NOT_SERVING.",
+    )
+    grace_seconds: float = setting(
+        "NOETL_GRACE_SECS", "30", _seconds(0, 3600), "How long running calls may take to finish after that."
+    )
+    log_level: str = setting(
+        "NOETL_LOG_LEVEL",
+        "info",
+        _one_of("debug", "info", "warning", "error"),
+        "Least severity that is logged.",
+    )
+    log_format: str = setting(
+        "NOETL_LOG_FORMAT",
+        "auto",
+        _one_of("auto", "json", "text"),
+        "JSON lines or text; auto is text on a terminal.",
+    )
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> Settings:
         """Parse every variable; raises SettingsError on the first that can't be used."""
-        settings = cls(**_parse(cls, env), event_stream=EventStreamSettings(**_parse(EventStreamSettings, env)))
+        settings = cls(
+            **_parse(cls, env), event_stream=EventStreamSettings(**_parse(EventStreamSettings, env))
+        )
         settings._check_together(env)
         if settings.shard_urls or settings.database_url or not env.get("POSTGRES_HOST"):
             return settings
@@ -261,7 +406,9 @@ class Settings:
                 database=env.get("POSTGRES_DATABASE", "noetl").strip(),
             )
         except Rejected:
-            raise SettingsError("POSTGRES_HOST and POSTGRES_PORT do not make an address; expected a host name and a port") from None
+            raise SettingsError(
+                "POSTGRES_HOST and POSTGRES_PORT do not make an address; expected a host name and a port"
+            ) from None
         return cls(**{**_parse(cls, env), "database_url": url}, event_stream=settings.event_stream)
 
     def _check_together(self, env: Mapping[str, str]) -> None:
@@ -270,9 +417,13 @@ class Settings:
         if self.tls_client_ca is not None and self.tls_key is None:
             raise SettingsError("NOETL_TLS_CLIENT_CA needs NOETL_TLS_CERT and NOETL_TLS_KEY")
         if self.pool_size_min > self.pool_size_max:
-            raise SettingsError("POSTGRES_MIN_CONNECTIONS is above POSTGRES_MAX_CONNECTIONS; expected at most that")
+            raise SettingsError(
+                "POSTGRES_MIN_CONNECTIONS is above POSTGRES_MAX_CONNECTIONS; expected at most that"
+            )
         if self.event_stream.retention_seconds < self.event_stream.dedup_seconds:
-            raise SettingsError("NOETL_EVENT_STREAM_RETENTION_SECS is below NOETL_EVENT_STREAM_DEDUP_SECS; expected at least that")
+            raise SettingsError(
+                "NOETL_EVENT_STREAM_RETENTION_SECS is below NOETL_EVENT_STREAM_DEDUP_SECS; expected at least that"
+            )
         if self.direct_urls and len(self.direct_urls) != max(1, len(self.shard_urls)):
             raise SettingsError("NOETL_DIRECT_DATABASE_URL must name as many databases as there are shards")
         if self.event_stream.enabled and not self.nats_url:

@@ -10,6 +10,7 @@ from typing import Final
 
 import asyncpg
 
+from noetl_grpc.errors import SchemaError
 from noetl_grpc.storage.catalog import read_catalog
 from noetl_grpc.storage.ddl import STATEMENTS, Statement
 
@@ -50,6 +51,12 @@ async def migrate(conn: asyncpg.Connection, *, progress: Callable[[str], None] |
             await _run_together(conn, wanted)
         report.applied += [statement.title for statement in wanted]
     return report
+
+
+async def require_usable(conn: asyncpg.Connection) -> None:
+    """Refuse a database that lacks what the service needs."""
+    if await conn.fetchval("SELECT to_regclass('noetl.schema_version')") is None:
+        raise SchemaError("the database lacks the schema of this service; run `noetl-grpc migrate`")
 
 
 def _silent(_: str) -> None: ...

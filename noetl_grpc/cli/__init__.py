@@ -1,0 +1,57 @@
+"""The command line: arguments in, text out. It calls client, server and dev, and decides nothing itself."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from noetl_grpc.cli import measure, run
+from noetl_grpc.errors import SchemaError, SettingsError
+
+app = typer.Typer(
+    name="noetl-grpc",
+    help=(
+        "The gRPC service in front of NoETL's event log.\n\n"
+        "Start with [bold]noetl-grpc dev[/bold]: it runs everything on this machine."
+    ),
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+for part in (run.app, measure.app):
+    app.registered_commands += part.registered_commands
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(version("noetl-grpc"))
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+) -> None:
+    """Options of every command."""
+
+
+def main() -> None:
+    """The entry point: what the user can mend is said in one line, without a traceback."""
+    try:
+        app()
+    except SettingsError as error:
+        sys.exit(_say(error, code=2))
+    except SchemaError as error:
+        sys.exit(_say(error, code=1))
+
+
+def _say(error: Exception, *, code: int) -> int:
+    typer.echo(f"noetl-grpc: {error}", err=True)
+    return code

@@ -1,0 +1,198 @@
+"""`serve` and `dev`: the server in production, and everything at once on one machine."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import asyncpg
+import orjson
+import typer
+from rich.console import Console
+
+from noetl_grpc import logs, server
+from noetl_grpc.cli.loop import run as run_loop
+from noetl_grpc.settings import Settings
+
+app = typer.Typer()
+
+
+@app.command()
+def serve(
+    print_address: Annotated[
+        bool, typer.Option("--print-address", help="Print host:port on standard output when ready.")
+    ] = False,
+) -> None:
+    """Serve until SIGTERM. Configured by the environment; see docs/configuration.md.
+
+    Example: NOETL_DATABASE_URL=postgresql://noetl@db/noetl NOETL_INTERNAL_API_TOKEN=… noetl-grpc serve
+    """
+    settings = Settings.from_env()
+    logs.configure(level=settings.log_level, form=settings.log_format)
+
+    def ready(running: server.Server) -> None:
+        if print_address:
+            typer.echo(running.address)
+
+    run_loop(server.run(settings, ready=ready))
+
+
+@app.command()
+def dev(
+    port: Annotated[int, typer.Option(help="gRPC port; 0 picks a free one.", min=0, max=65535)] = 50051,
+    data_dir: Annotated[Path, typer.Option(help="Where PostgreSQL and NATS keep their data.")] = Path(
+        ".noetl"
+    ),
+    ready_file: Annotated[
+        Path | None, typer.Option(help="Write address, token and URLs here as JSON when everything is up.")
+    ] = None,
+    no_workers: Annotated[
+        bool, typer.Option("--no-workers", help="Leave out the outbox publisher and the projector.")
+    ] = False,
+    catalog: Annotated[
+        Path | None, typer.Option(help="Load your own catalog entries (YAML files) from this folder.")
+    ] = None,
+) -> None:
+    """Run PostgreSQL, NATS, the server and its tailer on this machine. Ctrl-C ends everything.
+
+    Example: noetl-grpc dev --port 0 --ready-file ready.json
+    """
+    console = Console(stderr=True)
+    try:
+        from noetl_grpc.dev.process import LaunchError
+    except ImportError as error:
+        typer.echo(f"noetl-grpc: {error.name} is missing; pip install 'noetl-grpc[embedded]'", err=True)
+        raise typer.Exit(1) from None
+    logs.configure(level="info", form="auto")
+    data_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        run_loop(_dev(console, port, data_dir, ready_file, catalog))
+    except LaunchError as error:
+        typer.echo(f"noetl-grpc: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+async def _dev(
+    console: Console, port: int, data_dir: Path, ready_file: Path | None, catalog: Path | None
+) -> None:
+    async with _local_stack(console, data_dir, catalog) as local:
+        token = os.environ.get("NOETL_INTERNAL_API_TOKEN", "").strip() or _kept_token(data_dir / "token")
+        settings = replace(
+            Settings.from_env(),
+            grpc_host="127.0.0.1",
+            grpc_port=port,
+            metrics_address=("127.0.0.1", 0),
+            database_url=local.database_url,
+            shard_urls=(),
+            cluster_url="",
+            direct_urls=(),
+            nats_url=local.nats_url,
+            api_token=token,
+            drain_seconds=0.0,
+        )
+
+        def ready(running: server.Server) -> None:
+            if ready_file is not None:
+                _write_ready_file(ready_file, running, token, local)
+            _greet(console, running, token, data_dir)
+
+        await server.run(settings, ready=ready)
+        console.print("stopping PostgreSQL and NATS")
+
+
+@dataclass(frozen=True, slots=True)
+class _Local:
+    database_url: str
+    nats_url: str
+
+
+@asynccontextmanager
+async def _local_stack(console: Console, data_dir: Path, catalog: Path | None) -> AsyncIterator[_Local]:
+    from noetl_grpc.dev.catalog import SAMPLE_CATALOG, load_catalog
+    from noetl_grpc.dev.stack import Stack
+    from noetl_grpc.storage import migrate
+
+    console.print(f"starting PostgreSQL and NATS, data in {data_dir}")
+    async with Stack(data_dir) as stack:
+        relocated_to = stack.postgres.relocated_to
+        if relocated_to is not None:
+            console.print(
+                f"PostgreSQL can't read this folder as an unprivileged user; its data is in {relocated_to}"
+            )
+        url = stack.postgres.url("noetl")
+        await _create_database(stack.postgres.url(), "noetl")
+        conn = await asyncpg.connect(url)
+        try:
+            report = await migrate.migrate(conn)
+            if report.applied:
+                console.print(f"applied {len(report.applied)} schema changes")
+            for directory in (SAMPLE_CATALOG, *([catalog] if catalog else [])):
+                loaded = await load_catalog(conn, directory)
+                if loaded:
+                    console.print(f"loaded into the catalog: {', '.join(loaded)}")
+        finally:
+            await conn.close()
+        yield _Local(database_url=url, nats_url=stack.nats.url)
+
+
+async def _create_database(admin_url: str, name: str) -> None:
+    conn = await asyncpg.connect(admin_url)
+    try:
+        if not await conn.fetchval("SELECT 1 FROM pg_database WHERE datname = $1", name):
+            await conn.execute(f'CREATE DATABASE "{name}"')
+    finally:
+        await conn.close()
+
+
+def _kept_token(path: Path) -> str:
+    """The token of earlier runs on this data, or a new one."""
+    if path.exists():
+        return path.read_text().strip()
+    token = secrets.token_urlsafe(24)
+    _write_atomically(path, token + "\n")
+    return token
+
+
+def _write_ready_file(path: Path, running: server.Server, token: str, local: _Local) -> None:
+    document = {
+        "address": running.address,
+        "token": token,
+        "database_url": local.database_url,
+        "nats_url": local.nats_url,
+        "metrics_url": running.metrics_url,
+        "pid": os.getpid(),
+    }
+    _write_atomically(path, orjson.dumps(document, option=orjson.OPT_INDENT_2).decode() + "\n")
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    """Readable by its owner alone, and never half written."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    with os.fdopen(handle, "w") as file:
+        file.write(text)
+    os.replace(temporary, path)
+
+
+def _greet(console: Console, running: server.Server, token: str, data_dir: Path) -> None:
+    curl = "buf curl --protocol grpc --http2-prior-knowledge"
+    if os.environ.get("VIRTUAL_ENV") is None:
+        curl = f".venv/bin/{curl}" if Path(".venv/bin/buf").exists() else curl
+    base = f"http://{running.address}"
+    header = f"-H 'authorization: Bearer {token}'"
+    console.print(f"\n[bold green]ready[/bold green] on [bold]{running.address}[/bold]")
+    console.print(f"token    {token}   (kept in {data_dir / 'token'})", highlight=False)
+    console.print(f"metrics  {running.metrics_url}", highlight=False)
+    console.print("\nTry in another terminal:")
+    for command in (
+        f"{curl} --list-services {base}",
+        f"{curl} -d '{{}}' {base}/grpc.health.v1.Health/Check",
+        f"{curl} {header} -d '{{}}' {base}/noetlpb.v1.OperationsService/GetServerInfo",
+    ):
+        console.print(f"  {command}", highlight=False, soft_wrap=True, markup=False)
+    console.print("\nCtrl-C ends everything.")

@@ -1,0 +1,74 @@
+"""What a call leaves behind: the `grpc_server_*` series and a log line, never a token or payload."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+
+import grpc
+
+from noetl_grpc.calls import Call
+from noetl_grpc.metrics import Metrics
+
+logger = logging.getLogger("noetl_grpc.access")
+
+_CODES = {code.name: "".join(word.title() for word in code.name.split("_")) for code in grpc.StatusCode}
+_CODES["OK"] = "OK"
+
+
+class MethodObserver:
+    """Counts and logs the calls of one method; its series are looked up once, not per call."""
+
+    def __init__(self, metrics: Metrics, *, service: str, method: str, kind: str) -> None:
+        self._labels = (kind, service, method)
+        self._metrics = metrics
+        self._started = metrics.rpc_started.labels(*self._labels)
+        self._seconds = metrics.rpc_seconds.labels(*self._labels)
+        self._handled = {grpc.StatusCode.OK: metrics.rpc_handled.labels(*self._labels, "OK")}
+
+    def start(self) -> float:
+        """Count a call and return when it began."""
+        self._started.inc()
+        return time.perf_counter()
+
+    def finish(self, call: Call, code: grpc.StatusCode, began: float, *, reason: str = "") -> None:
+        """Count and log how it ended."""
+        seconds = time.perf_counter() - began
+        handled = self._handled.get(code)
+        if handled is None:
+            handled = self._metrics.rpc_handled.labels(*self._labels, _CODES[code.name])
+            self._handled[code] = handled
+        handled.inc()
+        self._seconds.observe(seconds)
+        level = logging.DEBUG if code is grpc.StatusCode.OK else logging.INFO
+        if logger.isEnabledFor(level):
+            logger.log(
+                level,
+                "%s %s",
+                call.method,
+                code.name,
+                extra={
+                    "method": call.method,
+                    "code": code.name,
+                    "reason": reason,
+                    "duration_ms": round(seconds * 1000, 3),
+                    "request_id": call.request_id,
+                    "caller": call.caller.name,
+                },
+            )
+
+
+class Observers:
+    """One observer per method that is served; all others share one, so that a caller can't invent series."""
+
+    def __init__(self, metrics: Metrics, methods: Iterable[tuple[str, str, str]]) -> None:
+        self._by_method = {
+            f"/{service}/{method}": MethodObserver(metrics, service=service, method=method, kind=kind)
+            for service, method, kind in methods
+        }
+        self._other = MethodObserver(metrics, service="unknown", method="unknown", kind="unknown")
+
+    def of(self, method: str) -> MethodObserver:
+        """The observer of `/package.Service/Method`."""
+        return self._by_method.get(method, self._other)

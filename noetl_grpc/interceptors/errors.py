@@ -1,0 +1,230 @@
+"""The rim of every call: parses the message, runs the servicer, and turns what it raises into a status.
+
+Our exceptions become the status of `status.py`. Anything else is a bug: it is logged with its traceback, and
+the caller gets an id to report. Without this rim grpc.aio would send the exception's text to the client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import itertools
+import logging
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, TypeAlias
+
+import grpc
+from google.protobuf.message import DecodeError
+from grpc_status import rpc_status
+
+from noetl_grpc import calls, status
+from noetl_grpc.calls import Call
+from noetl_grpc.errors import (
+    Internal,
+    InvalidRequest,
+    NoetlError,
+    Overloaded,
+    RequestTooLarge,
+    ResourceExhausted,
+    ShuttingDown,
+    Unavailable,
+)
+from noetl_grpc.interceptors.access import MethodObserver, Observers
+
+logger = logging.getLogger("noetl_grpc")
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]"
+
+
+class OpenStreams:
+    """The streams being served: bounded in number, and ended together when the server goes away."""
+
+    def __init__(self, *, limit: int) -> None:
+        self._limit = limit
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._ending = False
+
+    def enter(self) -> asyncio.Task[Any]:
+        """Count the running task in; refuses one too many."""
+        if self._ending:
+            raise ShuttingDown("the server is shutting down")
+        if len(self._tasks) >= self._limit:
+            raise Overloaded(
+                f"{self._limit} streams are open, which is the limit; try again later",
+                metadata={"limit": self._limit},
+            )
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        return task
+
+    def leave(self, task: asyncio.Task[Any]) -> None:
+        """Count the task out."""
+        self._tasks.discard(task)
+
+    def end_all(self) -> None:
+        """Interrupt every open stream; each is answered with SHUTTING_DOWN and its resume token."""
+        self._ending = True
+        for task in self._tasks:
+            task.cancel()
+
+    def was_ended(self, task: asyncio.Task[Any]) -> bool:
+        """Whether a cancellation that this task sees is ours."""
+        return self._ending and task in self._tasks and task.cancelling() > 0
+
+
+class ErrorsInterceptor(grpc.aio.ServerInterceptor):
+    """Wraps every handler once; the outermost interceptor, so that it sees what the others raise."""
+
+    def __init__(self, *, observers: Observers, streams: OpenStreams, request_bytes_max: int) -> None:
+        self._observers = observers
+        self._streams = streams
+        self._request_bytes_max = request_bytes_max
+        self._wrapped: dict[str, tuple[Handler, Handler]] = {}
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler | None:
+        method = handler_call_details.method
+        calls.enter(Call(method, request_id=_request_id(handler_call_details.invocation_metadata)))
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        known = self._wrapped.get(method)
+        if known is not None and known[0] is handler:
+            return known[1]
+        wrapped = self._wrap(handler, self._observers.of(method))
+        self._wrapped[method] = (handler, wrapped)
+        return wrapped
+
+    def _wrap(self, handler: Handler, observer: MethodObserver) -> Handler:
+        parse = self._parser(handler.request_deserializer)
+        if handler.unary_unary is not None:
+            behaviour = self._unary(handler.unary_unary, parse, observer)
+            return grpc.unary_unary_rpc_method_handler(behaviour, None, handler.response_serializer)
+        if handler.unary_stream is not None:
+            behaviour = self._stream(handler.unary_stream, parse, observer)
+            return grpc.unary_stream_rpc_method_handler(behaviour, None, handler.response_serializer)
+        behaviour = self._stream(
+            handler.stream_stream, lambda requests: _parse_each(requests, parse), observer
+        )
+        return grpc.stream_stream_rpc_method_handler(behaviour, None, handler.response_serializer)
+
+    def _parser(self, deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
+        limit = self._request_bytes_max
+
+        def parse(raw: bytes) -> Any:
+            if len(raw) > limit:
+                raise RequestTooLarge(
+                    f"the request has {len(raw)} bytes, the limit is {limit}; send it in smaller parts",
+                    limit_bytes=limit,
+                )
+            try:
+                return deserialize(raw) if deserialize is not None else raw
+            except (DecodeError, ValueError):
+                raise InvalidRequest("request", "is not a message of this RPC's request type") from None
+
+        return parse
+
+    def _unary(self, behaviour: Any, parse: Callable[[bytes], Any], observer: MethodObserver) -> Any:
+        async def serve(raw: bytes, context: Any) -> Any:
+            call = calls.current()
+            began = observer.start()
+            try:
+                response = behaviour(parse(raw), context)
+                if inspect.isawaitable(response):
+                    response = await response
+            except BaseException as raised:
+                await self._fail(raised, call, context, observer, began)
+                raise
+            observer.finish(call, grpc.StatusCode.OK, began)
+            return response
+
+        return serve
+
+    def _stream(self, behaviour: Any, parse: Callable[[Any], Any], observer: MethodObserver) -> Any:
+        async def serve(raw: Any, context: Any) -> None:
+            call = calls.current()
+            began = observer.start()
+            task: asyncio.Task[Any] | None = None
+            try:
+                task = self._streams.enter()
+                responses = behaviour(parse(raw), context)
+                if inspect.isawaitable(responses):
+                    await responses
+                else:
+                    async with aclosing(responses):
+                        async for response in responses:
+                            await context.write(response)
+            except BaseException as raised:
+                ended = task is not None and self._streams.was_ended(task)
+                cause = ShuttingDown("the server is shutting down; resume elsewhere") if ended else raised
+                await self._fail(cause, call, context, observer, began)
+                raise
+            finally:
+                if task is not None:
+                    self._streams.leave(task)
+            observer.finish(call, grpc.StatusCode.OK, began)
+
+        return serve
+
+    async def _fail(
+        self, raised: BaseException, call: Call, context: Any, observer: MethodObserver, began: float
+    ) -> None:
+        """Answer the call with what was raised; returns only where grpc has the answer already."""
+        if isinstance(raised, asyncio.CancelledError):
+            remaining = context.time_remaining()
+            late = remaining is not None and remaining <= 0
+            code = grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
+            observer.finish(call, code, began)
+            return
+        if isinstance(raised, grpc.aio.AbortError):
+            observer.finish(call, _code_of(context), began)
+            return
+        if isinstance(raised, NotImplementedError):
+            observer.finish(call, grpc.StatusCode.UNIMPLEMENTED, began)
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{call.method} is not served here")
+        error = raised if isinstance(raised, NoetlError) else _bug(raised, call)
+        if call.resume_token and isinstance(error, (Unavailable, ResourceExhausted)):
+            error.metadata["resume_token"] = call.resume_token
+        observer.finish(call, status.code_of(error), began, reason=error.reason)
+        await context.abort_with_status(rpc_status.to_status(status.to_status(error)))
+
+
+def _bug(raised: BaseException, call: Call) -> Internal:
+    identity = uuid.uuid4().hex[:12]
+    logger.error(
+        "internal error %s in %s",
+        identity,
+        call.method,
+        exc_info=raised,
+        extra={"error_id": identity, "request_id": call.request_id, "method": call.method},
+    )
+    return Internal(f"internal error; report it with the id {identity}", metadata={"id": identity})
+
+
+def _code_of(context: Any) -> grpc.StatusCode:
+    code = context.code()
+    if isinstance(code, grpc.StatusCode):
+        return code
+    return next((known for known in grpc.StatusCode if known.value[0] == code), grpc.StatusCode.UNKNOWN)
+
+
+async def _parse_each(requests: AsyncIterator[bytes], parse: Callable[[bytes], Any]) -> AsyncIterator[Any]:
+    async for raw in requests:
+        yield parse(raw)
+
+
+_process = uuid.uuid4().hex[:8]
+_serial = itertools.count(1)
+
+
+def _request_id(metadata: Any) -> str:
+    """The caller's own id where it sent one, so that its log and ours can be read together."""
+    for key, value in metadata or ():
+        if key == "x-request-id" and isinstance(value, str):
+            return value[:128]
+    return f"{_process}-{next(_serial)}"

@@ -1,0 +1,342 @@
+"""The composition root: settings in, a running server out. What opens last closes first, also when start-up fails."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from importlib.metadata import version
+
+import grpc
+from externalscaler import externalscaler_pb2, externalscaler_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from noetlpb.v1 import (
+    operations_pb2,
+    operations_pb2_grpc,
+    outbox_pb2,
+    outbox_pb2_grpc,
+    projection_pb2,
+    projection_pb2_grpc,
+    replay_pb2,
+    replay_pb2_grpc,
+    subscription_pb2,
+    subscription_pb2_grpc,
+)
+from prometheus_client import start_http_server
+
+from noetl_grpc.errors import NoetlError, SettingsError
+from noetl_grpc.health import Health
+from noetl_grpc.interceptors.access import Observers
+from noetl_grpc.interceptors.auth import AuthInterceptor, TokenChecker
+from noetl_grpc.interceptors.errors import ErrorsInterceptor, OpenStreams
+from noetl_grpc.metrics import Metrics
+from noetl_grpc.services.operations import Limits, OperationsServicer, ServerFacts
+from noetl_grpc.settings import Settings
+from noetl_grpc.storage import migrate
+from noetl_grpc.storage.ids import IdSource
+from noetl_grpc.storage.pool import Pool, Shards, open_shards
+
+logger = logging.getLogger("noetl_grpc")
+
+API_VERSION = "noetlpb.v1"
+STREAMS_MAX = 2000
+RETRY_SECONDS_MAX = 10.0
+
+#: What this server serves and what health answers for, by full name.
+SERVICES = tuple(
+    module.DESCRIPTOR.services_by_name[name]
+    for module, name in (
+        (subscription_pb2, "SubscriptionService"),
+        (replay_pb2, "ReplayService"),
+        (outbox_pb2, "OutboxService"),
+        (projection_pb2, "ProjectionService"),
+        (operations_pb2, "OperationsService"),
+        (externalscaler_pb2, "ExternalScaler"),
+    )
+)
+SERVICE_NAMES = tuple(service.full_name for service in SERVICES)
+
+
+class Server:
+    """A server that is up. `stop` takes it down in the order that loses no call."""
+
+    def __init__(
+        self,
+        *,
+        grpc_server: grpc.aio.Server,
+        health: Health,
+        streams: OpenStreams,
+        settings: Settings,
+        port: int,
+        metrics_port: int | None,
+    ) -> None:
+        self._grpc_server = grpc_server
+        self._health = health
+        self._streams = streams
+        self._settings = settings
+        self._metrics_port = metrics_port
+        self.port = port
+
+    @property
+    def address(self) -> str:
+        """host:port for a client on this machine."""
+        host = self._settings.grpc_host
+        return f"{'127.0.0.1' if host in ('0.0.0.0', '[::]', '::') else host}:{self.port}"
+
+    @property
+    def metrics_url(self) -> str:
+        """Where Prometheus finds the metrics; empty when they are off."""
+        if self._metrics_port is None or self._settings.metrics_address is None:
+            return ""
+        host = self._settings.metrics_address[0]
+        return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{self._metrics_port}/metrics"
+
+    async def drain(self) -> None:
+        """Say NOT_SERVING, keep serving for a while, end the streams, let running calls finish."""
+        await self._health.shut_down()
+        if self._settings.drain_seconds:
+            logger.info("draining: calls are served for another %g s", self._settings.drain_seconds)
+            await asyncio.sleep(self._settings.drain_seconds)
+        self._streams.end_all()
+        await self._grpc_server.stop(self._settings.grace_seconds)
+
+
+@asynccontextmanager
+async def serving(settings: Settings) -> AsyncIterator[Server]:
+    """A running server for the length of the block; it has drained when the block is left."""
+    if not settings.shards:
+        raise SettingsError(
+            "no database is configured; set NOETL_DATABASE_URL, such as postgresql://user:password@host:5432/noetl"
+            " (or try `noetl-grpc dev`, which brings its own)"
+        )
+    async with AsyncExitStack() as stack:
+        shards = await open_shards(
+            settings.shards,
+            cluster_url=settings.cluster,
+            size_min=settings.pool_size_min,
+            size_max=settings.pool_size_max,
+            wait_seconds=settings.pool_wait_seconds,
+            statement_cache_size=settings.statement_cache_size,
+        )
+        stack.push_async_callback(shards.close)
+        for pool in _distinct(shards):
+            await _until_reachable(pool, lambda pool=pool: _require_schema(pool))  # type: ignore[misc]  # mypy#4226
+
+        ids = IdSource(shards.cluster, machine_id=settings.machine_id)
+        await ids.open()
+        stack.push_async_callback(ids.close)
+        await stack.enter_async_context(background(ids.run, name="machine lease"))
+
+        metrics = Metrics(shards=len(shards))
+        health = Health(shards, SERVICE_NAMES)
+        await health.start()
+        await stack.enter_async_context(background(health.run, name="health"))
+
+        streams = OpenStreams(limit=STREAMS_MAX)
+        grpc_server = _grpc_server(settings, metrics, streams)
+        _add_services(grpc_server, settings, shards, ids, metrics, health)
+        port = _listen(grpc_server, settings)
+        metrics_port = _serve_metrics(settings, metrics, stack)
+        await grpc_server.start()
+        server = Server(
+            grpc_server=grpc_server,
+            health=health,
+            streams=streams,
+            settings=settings,
+            port=port,
+            metrics_port=metrics_port,
+        )
+        stack.push_async_callback(server.drain)
+        yield server
+
+
+def _add_services(
+    server: grpc.aio.Server,
+    settings: Settings,
+    shards: Shards,
+    ids: IdSource,
+    metrics: Metrics,
+    health: Health,
+) -> None:
+    """Register every service. One that is not built yet is its generated base, which answers UNIMPLEMENTED."""
+    facts = ServerFacts(
+        version=version("noetl-grpc"),
+        api_version=API_VERSION,
+        fold_version="1",
+        shards=len(shards),
+        limits=Limits(),
+    )
+    subscription_pb2_grpc.add_SubscriptionServiceServicer_to_server(
+        subscription_pb2_grpc.SubscriptionServiceServicer(), server
+    )
+    replay_pb2_grpc.add_ReplayServiceServicer_to_server(replay_pb2_grpc.ReplayServiceServicer(), server)
+    outbox_pb2_grpc.add_OutboxServiceServicer_to_server(outbox_pb2_grpc.OutboxServiceServicer(), server)
+    projection_pb2_grpc.add_ProjectionServiceServicer_to_server(
+        projection_pb2_grpc.ProjectionServiceServicer(), server
+    )
+    operations_pb2_grpc.add_OperationsServiceServicer_to_server(OperationsServicer(facts), server)
+    externalscaler_pb2_grpc.add_ExternalScalerServicer_to_server(
+        externalscaler_pb2_grpc.ExternalScalerServicer(), server
+    )
+    health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
+    if settings.reflection:
+        names = (*SERVICE_NAMES, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
+        reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
+
+
+def _grpc_server(settings: Settings, metrics: Metrics, streams: OpenStreams) -> grpc.aio.Server:
+    limits = Limits()
+    return grpc.aio.server(
+        interceptors=(
+            ErrorsInterceptor(
+                observers=Observers(metrics, _methods()),
+                streams=streams,
+                request_bytes_max=limits.request_bytes,
+            ),
+            AuthInterceptor(TokenChecker(settings.api_token)),
+        ),
+        options=(
+            ("grpc.max_receive_message_length", limits.message_bytes),
+            ("grpc.max_send_message_length", limits.message_bytes),
+            # A second server on the same port must fail, not share its calls.
+            ("grpc.so_reuseport", 0),
+            # Clients behind a load balancer ping often; C-core's default of five minutes would cut them off.
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+            ("grpc.keepalive_time_ms", 60_000),
+            ("grpc.keepalive_timeout_ms", 20_000),
+        ),
+    )
+
+
+def _methods() -> Iterable[tuple[str, str, str]]:
+    kinds = {
+        (False, False): "unary",
+        (False, True): "server_stream",
+        (True, False): "client_stream",
+        (True, True): "bidi_stream",
+    }
+    for service in (*SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"]):
+        for method in service.methods:
+            yield service.full_name, method.name, kinds[method.client_streaming, method.server_streaming]
+
+
+def _listen(server: grpc.aio.Server, settings: Settings) -> int:
+    address = f"{settings.grpc_host}:{settings.grpc_port}"
+    try:
+        if settings.tls_key is None or settings.tls_certificate is None:
+            return server.add_insecure_port(address)
+        credentials = grpc.ssl_server_credentials(
+            [(settings.tls_key.read_bytes(), settings.tls_certificate.read_bytes())],
+            root_certificates=settings.tls_client_ca.read_bytes() if settings.tls_client_ca else None,
+            require_client_auth=settings.tls_client_ca is not None,
+        )
+        return server.add_secure_port(address, credentials)
+    except RuntimeError:
+        raise SettingsError(
+            f"can't listen on {address}; another process may have that port: choose another NOETL_GRPC_PORT"
+            " (0 picks a free one) or NOETL_GRPC_HOST"
+        ) from None
+
+
+def _serve_metrics(settings: Settings, metrics: Metrics, stack: AsyncExitStack) -> int | None:
+    if settings.metrics_address is None:
+        return None
+    host, port = settings.metrics_address
+    try:
+        http_server, thread = start_http_server(port, host, metrics.registry)
+    except OSError as error:
+        raise SettingsError(
+            f"can't serve metrics on {host}:{port} ({error.strerror}); choose another NOETL_METRICS_ADDR, or empty"
+        ) from None
+
+    def close() -> None:
+        http_server.shutdown()
+        http_server.server_close()
+        thread.join()
+
+    stack.callback(close)
+    return int(http_server.server_address[1])
+
+
+def _distinct(shards: Shards) -> Iterable[Pool]:
+    return {id(pool): pool for pool in (shards.cluster, *shards.pools)}.values()
+
+
+async def _require_schema(pool: Pool) -> None:
+    async with pool.acquire() as conn:
+        await migrate.require_usable(conn)
+
+
+async def _until_reachable(pool: Pool, attempt: Callable[[], Awaitable[None]]) -> None:
+    """Wait for a database that is not up yet; whatever else is wrong with it is raised."""
+    delay_seconds = 0.2
+    while True:
+        try:
+            return await attempt()
+        except NoetlError as error:
+            logger.warning("database %s: %s; trying again in %.1f s", pool.name, error, delay_seconds)
+        await asyncio.sleep(delay_seconds)
+        delay_seconds = min(delay_seconds * 2, RETRY_SECONDS_MAX)
+
+
+@asynccontextmanager
+async def background(run: Callable[[], Awaitable[None]], *, name: str) -> AsyncIterator[None]:
+    """A coroutine that runs beside the server. If it fails it is logged and started again; it never stops the RPCs."""
+
+    async def supervise() -> None:
+        delay_seconds = 0.1
+        while True:
+            try:
+                return await run()
+            except Exception:
+                logger.exception("%s failed; starting it again in %.1f s", name, delay_seconds)
+            await asyncio.sleep(delay_seconds)
+            delay_seconds = min(delay_seconds * 2, RETRY_SECONDS_MAX)
+
+    task = asyncio.create_task(supervise(), name=name)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def run(settings: Settings, *, ready: Callable[[Server], None] = lambda server: None) -> None:
+    """Serve until SIGTERM or SIGINT. A second signal ends the process at once."""
+    stopping = asyncio.Event()
+
+    def on_signal() -> None:
+        if stopping.is_set():
+            os._exit(1)
+        stopping.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    up = asyncio.Event()
+
+    async def serve() -> None:
+        async with serving(settings) as server:
+            up.set()
+            logger.info("serving on %s", server.address)
+            ready(server)
+            await stopping.wait()
+            logger.info("stopping")
+
+    served = asyncio.create_task(serve())
+    stopped = asyncio.create_task(stopping.wait())
+    await asyncio.wait((served, stopped), return_when=asyncio.FIRST_COMPLETED)
+    if stopped.done() and not up.is_set():
+        # Still waiting for its database, so there is nothing to drain.
+        served.cancel()
+        with suppress(asyncio.CancelledError):
+            await served
+        return
+    stopped.cancel()
+    await served
