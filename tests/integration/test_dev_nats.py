@@ -96,9 +96,10 @@ async def test_further_configuration_is_used() -> None:
         connection = await nats.connect(server.url, user="a", password="b")
         await connection.close()
 
-        # The client says so in its own words, and as a plain error.
+        stranger = nats.NATS()
         with pytest.raises(nats.errors.Error, match="Authorization Violation"):
-            await nats.connect(server.url, user="a", password="wrong", allow_reconnect=False)
+            await stranger.connect(server.url, user="a", password="wrong", allow_reconnect=False)
+        await stranger.close()
 
 
 async def test_a_bad_configuration_fails_with_the_words_of_the_server() -> None:
