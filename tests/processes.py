@@ -17,13 +17,18 @@ REPOSITORY = Path(__file__).parent.parent
 
 #: Starts what it is told to, prints where and as whom, and goes on until it is killed or told to end.
 OWNER = """
-import asyncio, contextlib, json, sys
+import asyncio, json, os, sys
 from pathlib import Path
 from noetl_grpc.dev.nats import Nats
 from noetl_grpc.dev.postgres import Postgres
 
+if sys.argv[1]:
+    os.setgroups([])
+    os.setgid(int(sys.argv[1]))
+    os.setuid(int(sys.argv[1]))
+
 async def main():
-    postgres_dir, nats_dir = (Path(argument) if argument else None for argument in sys.argv[1:])
+    postgres_dir, nats_dir = (Path(argument) if argument else None for argument in sys.argv[2:])
     async with Postgres(postgres_dir, durable=False) as postgres, Nats(nats_dir) as nats:
         print(json.dumps({
             "pids": [postgres.pid, nats.pid],
@@ -74,12 +79,12 @@ async def owner(
         python or sys.executable,
         "-c",
         OWNER,
+        "" if uid is None else str(uid),
         *(str(folder or "") for folder in (postgres_dir, nats_dir)),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         cwd=REPOSITORY,
         env={"PYTHONPATH": os.pathsep.join((str(REPOSITORY), sysconfig.get_path("purelib")))},
-        **({} if uid is None else {"user": uid, "group": uid, "extra_groups": []}),
     )
     assert process.stdout is not None
     try:

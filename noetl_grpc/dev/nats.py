@@ -12,12 +12,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from noetl_grpc.dev.process import HOST, LaunchError, OwnedServer, PortTaken, free_port
+from noetl_grpc.dev.process import HOST, LaunchError, OwnedServer, on_free_port
 
 STOP_SECONDS = 15.0
 #: Recovery of a large store takes its time.
 START_SECONDS = 60.0
-PORT_TRIES = 10
 
 
 def find_server() -> Path:
@@ -82,11 +81,7 @@ class Nats:
         return f"nats://{self.host}:{self.port}"
 
     async def __aenter__(self) -> Self:
-        try:
-            await self.start()
-        except BaseException:
-            await self._server.close()
-            raise
+        await self.start()
         return self
 
     async def __aexit__(
@@ -98,11 +93,15 @@ class Nats:
         """Start it, on the store it had before if there is one, and wait until it takes connections."""
         if self.pid:
             return
+        was_open = self._server.is_open
         await self._server.open()
         try:
-            await self._launch()
+            if self.port:
+                await self._launch(self.port)
+            else:
+                self.port = await on_free_port(self._launch)
         except BaseException:
-            if not self._server.is_temporary:
+            if not was_open:
                 await self._server.close()
             raise
 
@@ -124,20 +123,7 @@ class Nats:
         await self.stop()
         await self._server.close()
 
-    async def _launch(self) -> None:
-        if self.port:
-            return await self._launch_on(self.port)
-        for _ in range(PORT_TRIES):
-            port = free_port()
-            try:
-                await self._launch_on(port)
-            except PortTaken:
-                continue
-            self.port = port
-            return None
-        raise LaunchError(f"nats-server found no free port on {HOST}")
-
-    async def _launch_on(self, port: int) -> None:
+    async def _launch(self, port: int) -> None:
         config = self.store_dir / "nats.conf"
         config.write_text(self._config_text(port))
         await self._server.launch(
@@ -157,7 +143,7 @@ class Nats:
 
     def _greets(self, port: int) -> bool:
         try:
-            with socket.create_connection((HOST, port), timeout=1.0) as connection:
+            with socket.create_connection((HOST, port), timeout=0.2) as connection:
                 return self._name.encode() in connection.recv(4096)
         except OSError:
             return False

@@ -6,6 +6,7 @@ without a password: this is a server for development.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 import os
@@ -25,8 +26,7 @@ from noetl_grpc.dev.process import (
     AlreadyRunning,
     LaunchError,
     OwnedServer,
-    PortTaken,
-    free_port,
+    on_free_port,
 )
 
 Mode = Literal["smart", "fast", "immediate"]
@@ -41,7 +41,6 @@ STOP_SECONDS = 30.0
 INITDB_SECONDS = 120.0
 #: Recovery of a large database takes its time.
 START_SECONDS = 120.0
-PORT_TRIES = 10
 
 DEFAULTS: Mapping[str, str] = {
     "listen_addresses": HOST,
@@ -80,8 +79,8 @@ def major_version(binaries: Path) -> int:
     """The major version, as the program itself tells it."""
     try:
         command: list[str | Path] = [binaries / "postgres", "--version"]
-        answer = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
+        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError) as error:
         raise LaunchError(f"can't run {binaries / 'postgres'}: {error}") from error
     found = re.search(r"\d+", answer.stdout)
     if found is None:
@@ -144,11 +143,7 @@ class Postgres:
         return f"postgresql://{self.user}@{self.host}:{self.port}/{database}"
 
     async def __aenter__(self) -> Self:
-        try:
-            await self.start()
-        except BaseException:
-            await self._server.close()
-            raise
+        await self.start()
         return self
 
     async def __aexit__(
@@ -160,13 +155,18 @@ class Postgres:
         """Start it, on the data it had before if there is some, and wait until it takes connections."""
         if self.pid:
             return
-        if not self._server.is_open:
-            await self._open()
+        was_open = self._server.is_open
+        await self._open()
         try:
-            data = await self._initialise()
-            await self._launch(data)
+            if self._data is None:
+                self._data = await self._initialise()
+            _drop_stale_pid_file(self._data)
+            if self.port:
+                await self._launch(self.port)
+            else:
+                self.port = await on_free_port(self._launch)
         except BaseException:
-            if not self._server.is_temporary:
+            if not was_open:
                 await self._server.close()
             raise
 
@@ -186,24 +186,26 @@ class Postgres:
 
     async def close(self) -> None:
         """Stop it, give the folder back, and remove it if it is temporary."""
-        await self._server.stop(
-            STOP_SIGNALS["immediate" if self._server.is_temporary else "fast"], timeout_seconds=STOP_SECONDS
-        )
+        mode: Mode = "immediate" if self._server.is_temporary else "fast"
+        await self._server.stop(STOP_SIGNALS[mode], timeout_seconds=STOP_SECONDS)
+        if self._server.is_temporary and self._data:
+            _free_shared_memory(self._data)
+            self._data = None
         await self._server.close()
 
     async def _open(self) -> None:
-        temporary_parent = None
         if self._server.is_temporary:
-            temporary_parent = unprivileged.reachable_temp(unprivileged.account_for(Path("/")))
-        await self._server.open(temporary_parent=temporary_parent)
+            parent = unprivileged.reachable_temp(unprivileged.account_for(None))
+            await self._server.open(temporary_parent=parent)
+            self._server.folder.chmod(0o711)
+        else:
+            await self._server.open()
 
     async def _initialise(self) -> Path:
         """The data directory, made if there is none yet."""
         folder = self._server.folder
-        if self._server.is_temporary:
-            folder.chmod(0o711)
         account = unprivileged.account_for(folder / "data")
-        if account and not unprivileged.can_reach(account, folder):
+        if account and not self._server.is_temporary and not unprivileged.can_reach(account, folder):
             folder = self.relocated_to = unprivileged.substitute_folder(folder, account)
             account = unprivileged.account_for(folder / "data")
         self._account = account
@@ -242,22 +244,10 @@ class Postgres:
         )
         unfinished.rename(data)
 
-    async def _launch(self, data: Path) -> None:
-        _drop_stale_pid_file(data)
-        if self.port:
-            return await self._launch_on(self.port, data)
-        for _ in range(PORT_TRIES):
-            port = free_port()
-            try:
-                await self._launch_on(port, data)
-            except PortTaken:
-                continue
-            self.port = port
-            return None
-        raise LaunchError(f"PostgreSQL found no free port on {HOST}")
-
-    async def _launch_on(self, port: int, data: Path) -> None:
+    async def _launch(self, port: int) -> None:
         assert self._binaries is not None
+        assert self._data is not None
+        data = self._data
         settings = {**self._settings, "port": str(port)}
         arguments = [argument for name, value in settings.items() for argument in ("-c", f"{name}={value}")]
 
@@ -282,18 +272,32 @@ def _read_pid_file(data: Path) -> list[str]:
 
 
 def _drop_stale_pid_file(data: Path) -> None:
-    """After a crash the pid in it may belong to some other process by now; PostgreSQL would not start then.
+    """After a crash the pid in it may be in use again, or wait to be reaped; PostgreSQL would not start then.
 
     The lock is ours, so no server that we started is left. One that somebody started by hand has the data
     directory as its working directory.
     """
-    lines = _read_pid_file(data)
-    if not lines:
-        return
+    pid, *_ = _read_pid_file(data) or [""]
+    if not pid.isdigit() or not Path(f"/proc/{pid}").exists():
+        return  # PostgreSQL finds out by itself, and then also looks for users of its shared memory.
     try:
-        works_in = Path(os.readlink(f"/proc/{int(lines[0])}/cwd"))
-    except (OSError, ValueError):
-        return  # Gone, or not for us to see: PostgreSQL finds out by itself.
-    if works_in == data.resolve():
-        raise AlreadyRunning(f"PostgreSQL in {data} is already run by process {lines[0]}")
+        works_in = os.readlink(f"/proc/{pid}/cwd")
+    except FileNotFoundError:
+        works_in = ""  # A zombie works nowhere.
+    except PermissionError:
+        return  # Another account's, which PostgreSQL does not take for its own either.
+    if works_in == os.fspath(data.resolve()):
+        raise AlreadyRunning(f"PostgreSQL in {data} is already run by process {pid}")
     (data / "postmaster.pid").unlink()
+
+
+def _free_shared_memory(data: Path) -> None:
+    """A killed server leaves a segment of shared memory, which only its next start would free.
+
+    For data that is about to be removed there is no next start, and systems allow only so many segments.
+    """
+    lines = _read_pid_file(data)
+    if len(lines) > 6 and lines[6]:
+        _, segment = lines[6].split()
+        remove = 0  # IPC_RMID
+        ctypes.CDLL(None).shmctl(int(segment), remove, None)

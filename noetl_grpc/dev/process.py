@@ -11,19 +11,21 @@ import asyncio
 import fcntl
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 HOST = "127.0.0.1"
 POLL_SECONDS = 0.004
 OWNER_LEAVES_SECONDS = 0.3
+PORT_TRIES = 10
 KEEPER = Path(__file__).with_name("keeper.py")
 
 
@@ -63,6 +65,18 @@ def free_port() -> int:
                 continue
         return port
     raise LaunchError(f"found no free port on {HOST}")
+
+
+async def on_free_port(launch: Callable[[int], Awaitable[None]]) -> int:
+    """Launch on a free port, and on another one when somebody else was faster."""
+    for _ in range(PORT_TRIES):
+        port = free_port()
+        try:
+            await launch(port)
+        except PortTaken:
+            continue
+        return port
+    raise LaunchError(f"lost {PORT_TRIES} ports on {HOST} to others, one after the other")
 
 
 class FolderLock:
@@ -257,6 +271,9 @@ class OwnedServer:
 
     async def open(self, *, temporary_parent: Path | None = None) -> None:
         """Make and lock the folder. With a folder of our own, remove it at the end."""
+        if self._keeper is not None and self._keeper.is_gone:
+            self._keeper.close()
+            self._release()
         if self._keeper is not None:
             return
         try:
@@ -267,14 +284,15 @@ class OwnedServer:
             self._lock = await FolderLock.take(self._folder, what=self.what)
             if self.log.exists():
                 self.log.replace(self.folder / "server.log.old")
+            self._keeper = Keeper(
+                stop_signal=self._stop_signal,
+                grace_seconds=self._grace_seconds,
+                temporary=[self._folder] if self.is_temporary else [],
+                pass_fds=[self._lock.server],
+            )
         except OSError as error:
+            self._release()
             raise LaunchError(f"{self.what} can't use the folder {self._folder}: {error}") from error
-        self._keeper = Keeper(
-            stop_signal=self._stop_signal,
-            grace_seconds=self._grace_seconds,
-            temporary=[self._folder] if self.is_temporary else [],
-            pass_fds=[self._lock.server],
-        )
 
     async def run(
         self, argv: Sequence[str | Path], *, account: Account | None, timeout_seconds: float
@@ -350,16 +368,22 @@ class OwnedServer:
 
     async def close(self) -> None:
         """Give the folder back, and remove it if it was ours; the server has been stopped before."""
-        keeper, lock = self._keeper, self._lock
-        if keeper is None or lock is None:
+        keeper = self._keeper
+        if keeper is None:
             return
         keeper.close()
         complaint = f"the keeper of {self.what} did not end"
         await _wait(lambda: keeper.is_gone, self._grace_seconds + 10.0, complaint)
-        lock.release()
-        self._keeper = self._lock = None
-        if self.is_temporary:
+        self._release()
+        if self.is_temporary and self._folder:
+            # The keeper has done it, unless somebody killed it.
+            shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+        self._keeper = self._lock = None
 
     def log_tail(self, lines: int = 15) -> str:
         """The last lines that the server has logged since it was started."""

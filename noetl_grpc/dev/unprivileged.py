@@ -7,23 +7,33 @@ that belong to root.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import pwd
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 from noetl_grpc.dev.process import Account, LaunchError
 
+_MAY_EXECUTE = """
+import os, sys
+os.setgroups([])
+os.setgid(int(sys.argv[2]))
+os.setuid(int(sys.argv[1]))
+sys.exit(not os.access(sys.argv[3], os.X_OK))
+"""
 
-def account_for(data: Path) -> Account | None:
+
+def account_for(data: Path | None) -> Account | None:
     """Whom to run as: nobody else unless we are root, then the owner of data that exists, else `nobody`."""
     if os.geteuid() != 0:
         return None
-    if data.exists() and (owner := data.stat()).st_uid != 0:
+    if data and data.exists() and (owner := data.stat()).st_uid != 0:
         return Account(owner.st_uid, owner.st_gid)
     # initdb wants an account that has a name.
     entries = sorted(pwd.getpwall(), key=lambda entry: (entry.pw_name != "nobody", entry.pw_uid))
@@ -37,24 +47,24 @@ def can_reach(account: Account | None, path: Path) -> bool:
     """Whether the account may execute the file or search the folder, as the kernel sees it."""
     if account is None:
         return os.access(path, os.X_OK)
+    # Not by Popen(user=…): that forks, and a fork of a process with gRPC's threads in it sometimes aborts.
     question = subprocess.run(
-        ["/bin/sh", "-c", 'test -x "$1"', "sh", path],
-        user=account.uid,
-        group=account.gid,
-        extra_groups=[],
+        [sys.executable, "-I", "-S", "-c", _MAY_EXECUTE, str(account.uid), str(account.gid), path],
         cwd="/",
         check=False,
+        timeout=20,
     )
     return question.returncode == 0
 
 
+@functools.cache
 def reachable_temp(account: Account | None) -> Path:
     """The system's temp directory, or the nearest one that the account can use."""
     for candidate in (Path(tempfile.gettempdir()), Path("/tmp"), Path("/var/tmp")):
         if candidate.is_dir() and can_reach(account, candidate):
             return candidate
     raise LaunchError(
-        f"PostgreSQL runs as uid {account.uid if account else os.geteuid()}, which reaches no temp folder"
+        f"PostgreSQL runs as uid {account.uid if account else os.geteuid()}: it reaches no temp folder"
     )
 
 
@@ -72,9 +82,15 @@ def reachable_binaries(binaries: Path, account: Account) -> Path:
     name = hashlib.sha256(os.fsencode(identity)).hexdigest()[:16]
     place = reachable_temp(account) / f"noetl-grpc-postgres-{name}"
     prefix = program.parent.parent
+    copy = place / prefix.parent.name / prefix.name / program.parent.name
     if not place.exists():
         _copy_installation(prefix, place)
-    return _own(place) / prefix.parent.name / prefix.name / program.parent.name
+    _own(place)
+    if not can_reach(account, copy / program.name):
+        raise LaunchError(
+            f"{copy} can't be used (a damaged copy, or no programs may run there); remove {place}"
+        )
+    return copy
 
 
 def _copy_installation(prefix: Path, place: Path) -> None:

@@ -42,8 +42,17 @@ def closed_folder(folder: Path) -> Path:
     return closed / "project" / ".noetl" / "postgres"
 
 
+def facts_of(pid: int) -> list[str]:
+    """What the kernel says about a process, from its state on."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def parent_pid(pid: int) -> int:
+    return int(facts_of(pid)[1])
+
+
 def cpu_ticks(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11])
+    return int(facts_of(pid)[11])
 
 
 async def execute(postgres: Postgres, statement: str) -> object:
@@ -112,11 +121,25 @@ async def test_a_kill_takes_busy_backends_along() -> None:
 
         postgres.kill()
 
-        assert not is_running(backend)
+        await until(lambda: not is_running(backend), seconds=2)
         with pytest.raises((asyncpg.PostgresConnectionError, ConnectionError)):
             await query
         await postgres.start()
         assert await execute(postgres, "SELECT 1") == 1
+
+
+@pytest.mark.skipif(not Path("/proc/sysvipc/shm").exists(), reason="shared memory can't be looked at here")
+async def test_a_killed_cluster_that_is_removed_leaves_no_shared_memory() -> None:
+    def segments() -> set[str]:
+        return {line.split()[1] for line in Path("/proc/sysvipc/shm").read_text().splitlines()[1:]}
+
+    async with Postgres(durable=False) as postgres:
+        lines = (postgres.data_dir / "data" / "postmaster.pid").read_text().splitlines()
+        segment = lines[6].split()[1]
+        postgres.kill()
+        assert segment in segments()
+
+    assert segment not in segments()
 
 
 async def test_starting_again_after_somebody_killed_it_recovers() -> None:
@@ -127,6 +150,21 @@ async def test_starting_again_after_somebody_killed_it_recovers() -> None:
         await postgres.start()
 
         assert await execute(postgres, "SELECT 1") == 1
+
+
+async def test_killing_the_keeper_ends_the_server_and_both_can_be_had_again() -> None:
+    async with Postgres(durable=False) as postgres:
+        server, folder = postgres.pid, postgres.data_dir
+        await execute(postgres, "CREATE TABLE kept AS SELECT 42 AS n")
+        os.kill(parent_pid(server), signal.SIGKILL)
+        await until(lambda: postgres.pid == 0)
+
+        await postgres.start()
+
+        assert not is_running(server)
+        assert (postgres.data_dir, await execute(postgres, "SELECT n FROM kept")) == (folder, 42)
+        os.kill(parent_pid(postgres.pid), signal.SIGKILL)
+    assert not folder.exists()
 
 
 async def test_a_folder_of_ones_own_keeps_its_data(folder: Path) -> None:
@@ -174,8 +212,10 @@ async def test_a_pid_that_belongs_to_somebody_else_by_now_does_not_block(folder:
         pid_file = folder / "pg" / "data" / "postmaster.pid"
         text = pid_file.read_text()
         # Of the same account, or PostgreSQL itself would see that it can't be one of its own.
-        account = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
-        stranger = await asyncio.create_subprocess_exec("/bin/sleep", "30", **account)
+        uid = NOBODY if os.geteuid() == 0 else os.geteuid()
+        step_down = f"import os; os.setuid({uid}); os.execv('/bin/sleep', ['sleep', '30'])"
+        stranger = await asyncio.create_subprocess_exec(sys.executable, "-S", "-c", step_down)
+        await until(lambda: os.stat(f"/proc/{stranger.pid}").st_uid == uid)
         postgres.kill()
         pid_file.write_text(text.replace(text.split("\n")[0], str(stranger.pid), 1))
 
@@ -287,20 +327,17 @@ async def test_a_folder_that_somebody_else_planted_in_the_temp_directory_is_refu
 
 def python_of_everybody() -> str:
     """An interpreter that `nobody` can run our modules with; ours may lie in a closed folder."""
-    question = "import sys, noetl_grpc.dev.nats; sys.exit(sys.version_info < (3, 11))"
+    question = (
+        f"import os; os.setuid({NOBODY}); import sys, noetl_grpc.dev.nats; print(sys.version_info >= (3, 11))"
+    )
     for python in (sys.executable, "/usr/bin/python3"):
         try:
-            subprocess.run(
-                [python, "-c", question],
-                user=NOBODY,
-                group=NOBODY,
-                extra_groups=[],
-                cwd=REPOSITORY,
-                check=True,
-            )
+            command = [python, "-c", question]
+            answer = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
         except (OSError, subprocess.CalledProcessError):
             continue
-        return python
+        if answer.stdout == "True\n":
+            return python
     pytest.skip("no interpreter, or not this repository, is open to everybody")
 
 
