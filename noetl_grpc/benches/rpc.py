@@ -15,7 +15,7 @@ from noetlpb.v1 import operations_pb2 as pb
 from noetlpb.v1 import operations_pb2_grpc as rpc
 
 from noetl_grpc.benches.frame import Case, Options, faster
-from noetl_grpc.checks.frame import new_database
+from noetl_grpc.dev.databases import create_database
 from noetl_grpc.dev.postgres import Postgres
 
 SUMMARY = "A unary call through the whole server, against a bare grpc.aio hello-world."
@@ -31,7 +31,7 @@ async def run(options: Options) -> list[Case]:
         url = options.database_url
         if not url:
             postgres = await stack.enter_async_context(Postgres(durable=False))
-            url = await new_database(postgres, "bench")
+            url = await create_database(postgres, "bench")
         ours = await stack.enter_async_context(_our_server(url))
         bare = await stack.enter_async_context(_bare_server())
         metadata = (("authorization", f"Bearer {TOKEN}"),)

@@ -1,4 +1,4 @@
-"""What every fault scenario shares: its verdict, its progress, and temporary servers of its own.
+"""What every fault scenario shares: its verdict and its progress.
 
 A scenario is a module here with a `SUMMARY` and `async def run(*, size, seed, progress) -> Verdict`. The tests run
 it small, `noetl-grpc check NAME` runs it at full size.
@@ -13,11 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, cast
 
-import asyncpg
-
 import noetl_grpc.checks
-from noetl_grpc.dev.postgres import Postgres
-from noetl_grpc.storage import migrate
 
 Size = Literal["small", "full"]
 
@@ -81,22 +77,6 @@ def names() -> list[str]:
 def load(name: str) -> Scenario:
     """The scenario of that name."""
     return cast(Scenario, importlib.import_module(f"noetl_grpc.checks.{name.replace('-', '_')}"))
-
-
-async def new_database(postgres: Postgres, name: str) -> str:
-    """An empty, migrated database; its URL."""
-    conn = await asyncpg.connect(postgres.url())
-    try:
-        await conn.execute(f'CREATE DATABASE "{name}"')
-    finally:
-        await conn.close()
-    url = postgres.url(name)
-    conn = await asyncpg.connect(url)
-    try:
-        await migrate.migrate(conn)
-    finally:
-        await conn.close()
-    return url
 
 
 async def gather_bounded(jobs: Iterable[Callable[[], Awaitable[None]]], *, seconds: float) -> None:

@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from noetlpb.v1 import operations_pb2, operations_pb2_grpc
 
+from noetl_grpc.dev.databases import create_database
 from noetl_grpc.dev.postgres import Postgres
 from noetl_grpc.errors import SchemaError, SettingsError
 from noetl_grpc.server import SERVICE_NAMES, SERVICES, Server
@@ -179,10 +180,8 @@ async def test_health_answers_for_each_service(channel: grpc.aio.Channel) -> Non
 async def test_health_follows_the_database_and_calls_recover(
     start_server: StartServer, channel_to: Callable[[str], Awaitable[grpc.aio.Channel]]
 ) -> None:
-    from noetl_grpc.checks.frame import new_database
-
     async with Postgres(durable=False) as postgres:
-        server = await start_server(settings_for(await new_database(postgres, "noetl")))
+        server = await start_server(settings_for(await create_database(postgres, "noetl")))
         channel = await channel_to(server.address)
         name = "noetlpb.v1.OutboxService"
         assert await _health(channel, name) == health_pb2.HealthCheckResponse.SERVING
