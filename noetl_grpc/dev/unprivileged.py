@@ -25,7 +25,7 @@ import os, sys
 os.setgroups([])
 os.setgid(int(sys.argv[2]))
 os.setuid(int(sys.argv[1]))
-sys.exit(not os.access(sys.argv[3], os.X_OK))
+sys.exit(0 if os.access(sys.argv[3], os.X_OK) else 3)
 """
 
 
@@ -51,9 +51,15 @@ def can_reach(account: Account | None, path: Path) -> bool:
     question = subprocess.run(
         [sys.executable, "-I", "-S", "-c", _MAY_EXECUTE, str(account.uid), str(account.gid), path],
         cwd="/",
+        capture_output=True,
+        text=True,
         check=False,
         timeout=20,
     )
+    if question.returncode not in (0, 3):
+        raise LaunchError(
+            f"can't step down to uid {account.uid}, and PostgreSQL refuses root:\n{question.stderr}"
+        )
     return question.returncode == 0
 
 
