@@ -199,27 +199,26 @@ metas = st.one_of(
 )
 
 
-@st.composite
-def logs(draw: st.DrawFn, max_size: int = 12) -> list[Event]:
+small_ids = st.sampled_from([None, None, 0, 1, 2])
+columns = st.fixed_dictionaries(
+    {
+        "event_type": st.sampled_from([None, *EVENT_TYPES]),
+        "status": st.sampled_from([None, "", "RUNNING", "COMPLETED", "success"]),
+        "node_name": st.sampled_from([None, "", "n1", "n2"]),
+        "meta": metas,
+        "payload_ref": references,
+        "stage_id": small_ids,
+        "frame_id": small_ids,
+        "command_id": small_ids,
+        "worker_id": st.sampled_from([None, "w1"]),
+        "aggregate_type": st.sampled_from([None, "stage", "frame", "business_object"]),
+        "aggregate_id": st.sampled_from([None, "", "stage/5", "frame/6", "t/0", "business_object/t/1"]),
+    }
+)
+
+
+def logs(max_size: int = 10) -> st.SearchStrategy[list[Event]]:
     """Events with distinct ids, as a database could hold them, in id order."""
-    size = draw(st.integers(0, max_size))
-    small = st.one_of(st.none(), st.integers(0, 2))
-    return [
-        event(
-            draw(st.integers(10 * index, 10 * index + 9)),
-            draw(st.one_of(st.none(), st.sampled_from(EVENT_TYPES))),
-            status=draw(st.sampled_from([None, "", "RUNNING", "COMPLETED", "success"])),
-            node_name=draw(st.sampled_from([None, "", "n1", "n2"])),
-            meta=draw(metas),
-            payload_ref=draw(references),
-            stage_id=draw(small),
-            frame_id=draw(small),
-            command_id=draw(small),
-            worker_id=draw(st.sampled_from([None, "w1"])),
-            aggregate_type=draw(st.sampled_from([None, "stage", "frame", "business_object"])),
-            aggregate_id=draw(
-                st.sampled_from([None, "", "stage/5", "frame/6", "t/0", "business_object/t/1"])
-            ),
-        )
-        for index in range(1, size + 1)
-    ]
+    return st.lists(columns, max_size=max_size).map(
+        lambda events: [{"event_id": 7 * index, **event} for index, event in enumerate(events, 1)]
+    )
