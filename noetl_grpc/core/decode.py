@@ -16,7 +16,6 @@ DEPTH_MAX = 400
 _DIGITS_TO_ZERO = bytes(ord("0") if ord("0") <= byte <= ord("9") else byte for byte in range(256))
 # orjson reads an integer beyond 64 bits as a float. The shortest of them has twenty digits.
 _LONG_NUMBER = b"0" * 20
-_LONG_NUMBER_PATTERN = re.compile(r"[0-9]{20}")
 
 _STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]')
 
@@ -63,7 +62,7 @@ def _decode_one(index: int, text: str | None, on_malformed: OnMalformed) -> Json
         on_malformed(index, f"nests deeper than {DEPTH_MAX} levels")
         return None
     try:
-        return json.loads(text) if _LONG_NUMBER_PATTERN.search(text) else orjson.loads(text)
+        return json.loads(text)
     except ValueError:
         on_malformed(index, "holds a number that is too long")
         return None
