@@ -55,7 +55,7 @@ async def test_an_unreachable_database_is_unavailable() -> None:
 async def test_a_terminated_connection_is_unavailable_and_replaced(
     pool: Pool, conn: asyncpg.Connection
 ) -> None:
-    with pytest.raises(DatabaseUnavailable):
+    with pytest.raises(DatabaseUnavailable):  # noqa: PT012 (the last of several steps fails)
         async with pool.acquire() as used:
             pid = await used.fetchval("SELECT pg_backend_pid()")
             await conn.fetchval("SELECT pg_terminate_backend($1, 5000)", pid)
@@ -94,12 +94,12 @@ async def test_a_cancelled_call_ends_its_statement_in_the_database(
     running = "SELECT count(*) FROM pg_stat_activity WHERE query LIKE 'SELECT pg_sleep%' AND state = 'active'"
     task = asyncio.create_task(wait_long())
     async with asyncio.timeout(10):
-        while not await conn.fetchval(running):
+        while not await conn.fetchval(running):  # noqa: ASYNC110 (nobody sets an event for it)
             await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        while await conn.fetchval(running):
+        while await conn.fetchval(running):  # noqa: ASYNC110 (nobody sets an event for it)
             await asyncio.sleep(0)
 
 
