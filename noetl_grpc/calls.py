@@ -5,6 +5,8 @@ It travels in a context variable, so that servicers keep the two arguments that 
 
 from __future__ import annotations
 
+import itertools
+import uuid
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -52,11 +54,25 @@ class Call:
 _current: ContextVar[Call] = ContextVar("noetl_grpc_call")
 
 
-def enter(call: Call) -> None:
-    """Make this the call of the running task."""
+_process = uuid.uuid4().hex[:8]
+_serial = itertools.count(1)
+
+
+def begin(method: str, metadata: Any) -> Call:
+    """A new call of the running task."""
+    call = Call(method, request_id=_request_id(metadata))
     _current.set(call)
+    return call
 
 
 def current() -> Call:
     """The call that the running task serves."""
     return _current.get()
+
+
+def _request_id(metadata: Any) -> str:
+    """The caller's own id where it sent one, so that its log and ours can be read together."""
+    for key, value in metadata or ():
+        if key == "x-request-id" and isinstance(value, str):
+            return value[:128]
+    return f"{_process}-{next(_serial)}"

@@ -9,11 +9,13 @@ import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from importlib.metadata import version
+from typing import Any
 
 import grpc
 from externalscaler import externalscaler_pb2, externalscaler_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
+from grpc_reflection.v1alpha._async import ReflectionServicer
 from noetlpb.v1 import (
     operations_pb2,
     operations_pb2_grpc,
@@ -32,7 +34,7 @@ from noetl_grpc.errors import NoetlError, SettingsError
 from noetl_grpc.health import Health
 from noetl_grpc.interceptors.access import Observers
 from noetl_grpc.interceptors.auth import AuthInterceptor, TokenChecker
-from noetl_grpc.interceptors.errors import ErrorsInterceptor, OpenStreams
+from noetl_grpc.interceptors.errors import MethodTable, OpenStreams, Rim
 from noetl_grpc.metrics import Metrics
 from noetl_grpc.services.operations import Limits, OperationsServicer, ServerFacts
 from noetl_grpc.settings import Settings
@@ -137,8 +139,15 @@ async def serving(settings: Settings) -> AsyncIterator[Server]:
         await stack.enter_async_context(background(health.run, name="health"))
 
         streams = OpenStreams(limit=STREAMS_MAX)
-        grpc_server = _grpc_server(settings, metrics, streams)
-        _add_services(grpc_server, settings, shards, ids, metrics, health)
+        rim = Rim(
+            observers=Observers(metrics, _methods()),
+            streams=streams,
+            request_bytes_max=Limits().request_bytes,
+        )
+        methods = MethodTable(rim)
+        _add_services(methods, settings, shards, ids, metrics, health)
+        grpc_server = _grpc_server(settings, rim)
+        grpc_server.add_generic_rpc_handlers((methods,))
         port = _listen(grpc_server, settings)
         metrics_port = _serve_metrics(settings, metrics, stack)
         await grpc_server.start()
@@ -155,7 +164,7 @@ async def serving(settings: Settings) -> AsyncIterator[Server]:
 
 
 def _add_services(
-    server: grpc.aio.Server,
+    server: Any,
     settings: Settings,
     shards: Shards,
     ids: IdSource,
@@ -184,21 +193,19 @@ def _add_services(
     )
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
     if settings.reflection:
-        names = (*SERVICE_NAMES, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
-        reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
+        names = (
+            *SERVICE_NAMES,
+            health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
+            reflection.SERVICE_NAME,
+        )
+        add_reflection: Any = reflection_pb2_grpc.add_ServerReflectionServicer_to_server
+        add_reflection(ReflectionServicer(names), server)
 
 
-def _grpc_server(settings: Settings, metrics: Metrics, streams: OpenStreams) -> grpc.aio.Server:
+def _grpc_server(settings: Settings, rim: Rim) -> grpc.aio.Server:
     limits = Limits()
     return grpc.aio.server(
-        interceptors=(
-            ErrorsInterceptor(
-                observers=Observers(metrics, _methods()),
-                streams=streams,
-                request_bytes_max=limits.request_bytes,
-            ),
-            AuthInterceptor(TokenChecker(settings.api_token)),
-        ),
+        interceptors=(AuthInterceptor(TokenChecker(settings.api_token), deny=rim.denial),),
         options=(
             ("grpc.max_receive_message_length", limits.message_bytes),
             ("grpc.max_send_message_length", limits.message_bytes),

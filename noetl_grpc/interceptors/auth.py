@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 
@@ -21,6 +21,8 @@ PUBLIC_SERVICES = frozenset(
         "grpc.reflection.v1alpha.ServerReflection",
     }
 )
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 _INTERNAL = Caller(name="internal")
 _EXPECTED = "send the header 'authorization: Bearer <token>'"
@@ -69,31 +71,29 @@ def _digest(token: str) -> bytes:
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
-    """Lets a call through, or answers it with the reason why not."""
+    """Lets a call through, or answers it with the reason why not. Every call begins here."""
 
-    def __init__(self, checker: TokenChecker, *, public_services: frozenset[str] = PUBLIC_SERVICES) -> None:
+    def __init__(
+        self,
+        checker: TokenChecker,
+        *,
+        deny: Callable[[str, NoetlError], Handler],
+        public_services: frozenset[str] = PUBLIC_SERVICES,
+    ) -> None:
         self._checker = checker
+        self._deny = deny
         self._public_services = public_services
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        call = calls.current()
-        service = call.method.rpartition("/")[0].lstrip("/")
-        if service not in self._public_services:
+    ) -> Handler | None:
+        method, metadata = handler_call_details.method, handler_call_details.invocation_metadata
+        call = calls.begin(method, metadata)
+        if method[1 : method.rfind("/")] not in self._public_services:
             try:
-                call.caller = self._checker.authenticate(handler_call_details.invocation_metadata)
+                call.caller = self._checker.authenticate(metadata)
             except NoetlError as error:
-                return denial(error)
+                return self._deny(method, error)
         return await continuation(handler_call_details)
-
-
-def denial(error: NoetlError) -> grpc.RpcMethodHandler[Any, Any]:
-    """A handler that only fails. It takes a stream, so that it need not wait for a first message."""
-
-    async def deny(request_iterator: Any, context: Any) -> None:
-        raise error
-
-    return grpc.stream_stream_rpc_method_handler(deny)

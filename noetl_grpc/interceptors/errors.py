@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import itertools
 import logging
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from typing import Any, TypeAlias
 
@@ -36,7 +35,6 @@ from noetl_grpc.interceptors.access import MethodObserver, Observers
 logger = logging.getLogger("noetl_grpc")
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]"
 
 
 class OpenStreams:
@@ -76,31 +74,17 @@ class OpenStreams:
         return self._ending and task in self._tasks and task.cancelling() > 0
 
 
-class ErrorsInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps every handler once; the outermost interceptor, so that it sees what the others raise."""
+class Rim:
+    """Wraps handlers once, when they are registered, so that a call pays for nothing but the work itself."""
 
     def __init__(self, *, observers: Observers, streams: OpenStreams, request_bytes_max: int) -> None:
         self._observers = observers
         self._streams = streams
         self._request_bytes_max = request_bytes_max
-        self._wrapped: dict[str, tuple[Handler, Handler]] = {}
 
-    async def intercept_service(
-        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
-    ) -> Handler | None:
-        method = handler_call_details.method
-        calls.enter(Call(method, request_id=_request_id(handler_call_details.invocation_metadata)))
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        known = self._wrapped.get(method)
-        if known is not None and known[0] is handler:
-            return known[1]
-        wrapped = self._wrap(handler, self._observers.of(method))
-        self._wrapped[method] = (handler, wrapped)
-        return wrapped
-
-    def _wrap(self, handler: Handler, observer: MethodObserver) -> Handler:
+    def wrap(self, method: str, handler: Handler) -> Handler:
+        """The same handler with parsing, status and observation around it."""
+        observer = self._observers.of(method)
         parse = self._parser(handler.request_deserializer)
         if handler.unary_unary is not None:
             behaviour = self._unary(handler.unary_unary, parse, observer)
@@ -112,6 +96,15 @@ class ErrorsInterceptor(grpc.aio.ServerInterceptor):
             handler.stream_stream, lambda requests: _parse_each(requests, parse), observer
         )
         return grpc.stream_stream_rpc_method_handler(behaviour, None, handler.response_serializer)
+
+    def denial(self, method: str, error: NoetlError) -> Handler:
+        """A handler that only fails. It takes a stream, so that it need not wait for a first message."""
+        observer = self._observers.of(method)
+
+        async def deny(request_iterator: Any, context: Any) -> None:
+            await self._fail(error, calls.current(), context, observer, observer.start())
+
+        return grpc.stream_stream_rpc_method_handler(deny)
 
     def _parser(self, deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
         limit = self._request_bytes_max
@@ -130,13 +123,15 @@ class ErrorsInterceptor(grpc.aio.ServerInterceptor):
         return parse
 
     def _unary(self, behaviour: Any, parse: Callable[[bytes], Any], observer: MethodObserver) -> Any:
+        if not inspect.iscoroutinefunction(behaviour):
+            # The generated base of a service that is not built yet; its methods raise at once.
+            behaviour = _awaitable(behaviour)
+
         async def serve(raw: bytes, context: Any) -> Any:
             call = calls.current()
             began = observer.start()
             try:
-                response = behaviour(parse(raw), context)
-                if inspect.isawaitable(response):
-                    response = await response
+                response = await behaviour(parse(raw), context)
             except BaseException as raised:
                 await self._fail(raised, call, context, observer, began)
                 raise
@@ -218,13 +213,29 @@ async def _parse_each(requests: AsyncIterator[bytes], parse: Callable[[bytes], A
         yield parse(raw)
 
 
-_process = uuid.uuid4().hex[:8]
-_serial = itertools.count(1)
+def _awaitable(behaviour: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Awaitable[Any]]:
+    async def respond(request: Any, context: Any) -> Any:
+        return behaviour(request, context)
+
+    return respond
 
 
-def _request_id(metadata: Any) -> str:
-    """The caller's own id where it sent one, so that its log and ours can be read together."""
-    for key, value in metadata or ():
-        if key == "x-request-id" and isinstance(value, str):
-            return value[:128]
-    return f"{_process}-{next(_serial)}"
+class MethodTable(grpc.GenericRpcHandler):
+    """Every method of every service by its name. Services register with it as they would with a server."""
+
+    def __init__(self, rim: Rim) -> None:
+        self._rim = rim
+        self._handlers: dict[str, Handler] = {}
+
+    def add_registered_method_handlers(self, service: str, handlers: dict[str, Handler]) -> None:
+        """Called by the generated code that adds a servicer to a server."""
+        for name, handler in handlers.items():
+            method = f"/{service}/{name}"
+            self._handlers[method] = self._rim.wrap(method, handler)
+
+    def add_generic_rpc_handlers(self, handlers: Iterable[object]) -> None:
+        """The generated code's older way to register the same methods."""
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
+        """What gRPC asks for each call."""
+        return self._handlers.get(handler_call_details.method)

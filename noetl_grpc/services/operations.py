@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from noetlpb.v1 import operations_pb2 as pb
 from noetlpb.v1 import operations_pb2_grpc as rpc
@@ -37,24 +37,16 @@ class OperationsServicer(rpc.OperationsServiceServicer):
     """Serves noetlpb.v1.OperationsService."""
 
     def __init__(self, facts: ServerFacts) -> None:
-        self._facts = facts
-
-    async def GetServerInfo(
-        self, request: pb.GetServerInfoRequest, context: Context
-    ) -> pb.GetServerInfoResponse:
-        facts, limits = self._facts, self._facts.limits
-        return pb.GetServerInfoResponse(
+        self._info = pb.GetServerInfoResponse(
             version=facts.version,
             api_version=facts.api_version,
             fold_version=facts.fold_version,
             shards=facts.shards,
             tailer_mode=pb.TAILER_MODE_DISABLED,
-            limits=pb.ServerLimits(
-                batch_items=limits.batch_items,
-                execution_ids=limits.execution_ids,
-                claim_rows=limits.claim_rows,
-                page_size=limits.page_size,
-                request_bytes=limits.request_bytes,
-                message_bytes=limits.message_bytes,
-            ),
+            limits=pb.ServerLimits(**asdict(facts.limits)),
         )
+
+    async def GetServerInfo(
+        self, request: pb.GetServerInfoRequest, context: Context
+    ) -> pb.GetServerInfoResponse:
+        return self._info
