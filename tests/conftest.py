@@ -27,7 +27,7 @@ _numbers = itertools.count(1)
 @pytest.fixture(scope="session")
 async def postgres() -> AsyncIterator[Postgres]:
     """One PostgreSQL for the whole run, with a migrated template database."""
-    async with Postgres(durable=False) as running:
+    async with Postgres(durable=False, in_memory=True) as running:
         await _execute(running.url(), f"CREATE DATABASE {TEMPLATE}")
         conn = await asyncpg.connect(running.url(TEMPLATE))
         try:

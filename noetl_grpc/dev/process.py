@@ -26,6 +26,7 @@ HOST = "127.0.0.1"
 POLL_SECONDS = 0.004
 OWNER_LEAVES_SECONDS = 0.3
 PORT_TRIES = 10
+MEMORY_BYTES_MIN = 2 * 1024**3
 KEEPER = Path(__file__).with_name("keeper.py")
 
 
@@ -65,6 +66,17 @@ def free_port() -> int:
                 continue
         return port
     raise LaunchError(f"found no free port on {HOST}")
+
+
+def memory_folder() -> Path | None:
+    """Where files live in memory, if this system has such a place and there is room in it."""
+    folder = Path("/dev/shm")
+    try:
+        room = os.statvfs(folder)
+    except FileNotFoundError:
+        return None
+    is_usable = os.access(folder, os.W_OK | os.X_OK) and room.f_bavail * room.f_frsize >= MEMORY_BYTES_MIN
+    return folder if is_usable else None
 
 
 async def on_free_port(launch: Callable[[int], Awaitable[None]]) -> int:

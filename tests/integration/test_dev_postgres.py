@@ -18,7 +18,7 @@ import asyncpg
 import pytest
 
 from noetl_grpc.dev.postgres import Postgres, find_binaries, major_version
-from noetl_grpc.dev.process import AlreadyRunning, LaunchError, PortTaken
+from noetl_grpc.dev.process import AlreadyRunning, LaunchError, PortTaken, memory_folder
 from tests.processes import REPOSITORY, is_alive, is_running, owner, until
 
 NOBODY = 65534
@@ -28,7 +28,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root has to step do
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """A folder that every account can reach; those of pytest are closed to others."""
-    path = Path(tempfile.mkdtemp(prefix="noetl-test-"))
+    path = Path(tempfile.mkdtemp(prefix="noetl-test-", dir=memory_folder()))
     path.chmod(0o755)
     yield path
     shutil.rmtree(path)
@@ -65,7 +65,7 @@ async def execute(postgres: Postgres, statement: str) -> object:
 
 
 async def test_a_temporary_cluster_listens_on_loopback_alone_and_leaves_nothing() -> None:
-    async with Postgres(durable=False) as postgres:
+    async with Postgres(durable=False, in_memory=True) as postgres:
         data_dir, pid = postgres.data_dir, postgres.pid
 
         assert postgres.url("x") == f"postgresql://noetl@127.0.0.1:{postgres.port}/x"
@@ -80,6 +80,13 @@ async def test_a_temporary_cluster_listens_on_loopback_alone_and_leaves_nothing(
     assert not is_alive(pid)
 
 
+@pytest.mark.skipif(memory_folder() is None, reason="this system keeps no files in memory")
+async def test_a_temporary_cluster_can_live_in_memory() -> None:
+    async with Postgres(durable=False, in_memory=True) as postgres:
+        assert postgres.data_dir.parent == memory_folder()
+        assert postgres.relocated_to is None
+
+
 @pytest.mark.parametrize(("durable", "fsync"), [(True, "on"), (False, "off")])
 async def test_durability_is_given_up_only_when_asked(durable: bool, fsync: str) -> None:
     async with Postgres(durable=durable, settings={"work_mem": "5MB"}) as postgres:
@@ -90,7 +97,7 @@ async def test_durability_is_given_up_only_when_asked(durable: bool, fsync: str)
 
 
 async def test_data_and_port_survive_restart_stop_and_kill() -> None:
-    async with Postgres(durable=False) as postgres:
+    async with Postgres(durable=False, in_memory=True) as postgres:
         port, first_pid = postgres.port, postgres.pid
         await execute(postgres, "CREATE TABLE kept AS SELECT 1 AS n")
 
@@ -111,7 +118,7 @@ async def test_data_and_port_survive_restart_stop_and_kill() -> None:
 
 
 async def test_a_kill_takes_busy_backends_along() -> None:
-    async with Postgres(durable=False) as postgres:
+    async with Postgres(durable=False, in_memory=True) as postgres:
         connection = await asyncpg.connect(postgres.url())
         backend = await connection.fetchval("SELECT pg_backend_pid()")
         # Never waits, so it would not notice for a long time that its postmaster is gone.
@@ -133,7 +140,7 @@ async def test_a_killed_cluster_that_is_removed_leaves_no_shared_memory() -> Non
     def segments() -> set[str]:
         return {line.split()[1] for line in Path("/proc/sysvipc/shm").read_text().splitlines()[1:]}
 
-    async with Postgres(durable=False) as postgres:
+    async with Postgres(durable=False, in_memory=True) as postgres:
         lines = (postgres.data_dir / "data" / "postmaster.pid").read_text().splitlines()
         segment = lines[6].split()[1]
         postgres.kill()
@@ -143,7 +150,7 @@ async def test_a_killed_cluster_that_is_removed_leaves_no_shared_memory() -> Non
 
 
 async def test_starting_again_after_somebody_killed_it_recovers() -> None:
-    async with Postgres(durable=False) as postgres:
+    async with Postgres(durable=False, in_memory=True) as postgres:
         os.kill(postgres.pid, signal.SIGKILL)
         await until(lambda: postgres.pid == 0)
 
@@ -153,7 +160,7 @@ async def test_starting_again_after_somebody_killed_it_recovers() -> None:
 
 
 async def test_killing_the_keeper_ends_the_server_and_both_can_be_had_again() -> None:
-    async with Postgres(durable=False) as postgres:
+    async with Postgres(durable=False, in_memory=True) as postgres:
         server, folder = postgres.pid, postgres.data_dir
         await execute(postgres, "CREATE TABLE kept AS SELECT 42 AS n")
         os.kill(parent_pid(server), signal.SIGKILL)
@@ -189,6 +196,8 @@ async def test_the_second_on_one_folder_is_told_who_has_it(folder: Path) -> None
 
 async def test_killing_the_owner_ends_the_servers_and_removes_what_was_temporary() -> None:
     async with owner() as (process, told):
+        # Ctrl-C goes to a whole session, and the servers are none of ours.
+        assert os.getsid(process.pid) not in map(os.getsid, told["pids"])
         process.kill()
 
         await until(lambda: not any(map(is_alive, told["pids"])))
