@@ -1,0 +1,124 @@
+"""`noetl-grpc serve` as an orchestrator meets it: settings, signals, exit codes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from noetlpb.v1 import operations_pb2, operations_pb2_grpc
+
+from tests.conftest import AUTHORIZATION, TOKEN
+
+Serve = Callable[..., Awaitable[tuple[Process, str]]]
+
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+@pytest.fixture
+async def serve(database_url: str) -> AsyncIterator[Serve]:
+    """Starts `noetl-grpc serve` in a process of its own; returns it and its address."""
+    started: list[Process] = []
+
+    async def start(*, wait: bool = True, **changes: str) -> tuple[Process, str]:
+        env = {key: value for key, value in os.environ.items() if not key.startswith("NOETL_")} | {
+            "NOETL_DATABASE_URL": database_url,
+            "NOETL_INTERNAL_API_TOKEN": TOKEN,
+            "NOETL_GRPC_HOST": "127.0.0.1",
+            "NOETL_GRPC_PORT": "0",
+            "NOETL_METRICS_ADDR": "127.0.0.1:0",
+            "NOETL_DRAIN_SECS": "0",
+            **changes,
+        }
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "noetl_grpc", "serve", "--print-address"),
+            stdout=PIPE,
+            stderr=PIPE,
+            env=env,
+        )
+        started.append(process)
+        if not wait:
+            return process, ""
+        assert process.stdout is not None
+        async with asyncio.timeout(15):
+            return process, (await process.stdout.readline()).decode().strip()
+
+    yield start
+    for process in started:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("NOETL_GRPC_PORT", "99999"),
+        ("NOETL_DATABASE_URL", "postgresql//db"),
+        ("NOETL_SHARDS", "postgresql://a/x,what"),
+        ("NOETL_API_TOKENS_FILE", "/nowhere"),
+    ],
+)
+async def test_a_bad_setting_stops_the_process_with_one_line(serve: Serve, name: str, value: str) -> None:
+    process, _ = await serve(**{name: value})
+    _, said = await process.communicate()
+
+    assert process.returncode == 2
+    assert len(said.decode().splitlines()) == 1
+    assert name in said.decode()
+
+
+async def _info(channel: grpc.aio.Channel) -> operations_pb2.GetServerInfoResponse:
+    return await operations_pb2_grpc.OperationsServiceStub(channel).GetServerInfo(
+        operations_pb2.GetServerInfoRequest(), metadata=AUTHORIZATION, timeout=5
+    )
+
+
+async def test_sigterm_with_a_watch_open_ends_at_once(serve: Serve) -> None:
+    process, address = await serve(NOETL_GRACE_SECS="60")
+    async with grpc.aio.insecure_channel(address) as channel:
+        await _info(channel)
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        await watch.read()
+
+        process.send_signal(signal.SIGTERM)
+
+        async with asyncio.timeout(10):  # not the grace of a minute
+            assert await watch.code() == grpc.StatusCode.UNAVAILABLE
+            assert await process.wait() == 0
+
+
+async def test_while_draining_calls_are_served_and_health_says_no(serve: Serve) -> None:
+    process, address = await serve(NOETL_DRAIN_SECS="600")
+    async with grpc.aio.insecure_channel(address) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(
+            health_pb2.HealthCheckRequest(service="noetlpb.v1.OutboxService")
+        )
+        await watch.read()
+
+        process.send_signal(signal.SIGTERM)
+
+        async with asyncio.timeout(10):
+            assert (await watch.read()).status == NOT_SERVING
+        assert (await _info(channel)).version
+
+        process.send_signal(signal.SIGTERM)  # a second one ends it at once
+        async with asyncio.timeout(10):
+            await process.wait()
+
+
+async def test_a_server_that_waits_for_its_database_says_so_and_can_be_stopped(serve: Serve) -> None:
+    process, _ = await serve(wait=False, NOETL_DATABASE_URL="postgresql://nobody@127.0.0.1:1/none")
+    assert process.stderr is not None
+    async with asyncio.timeout(15):
+        assert b"out of reach" in await process.stderr.readline()
+
+        process.send_signal(signal.SIGTERM)
+
+        assert await process.wait() == 0
