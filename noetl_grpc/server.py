@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
 
@@ -277,6 +278,7 @@ def _distinct(shards: Shards) -> Iterable[Pool]:
 async def _require_schema(pool: Pool) -> None:
     async with pool.acquire() as conn:
         await migrate.require_usable(conn)
+        await migrate.ensure_partitions(conn, now=datetime.now(UTC))
 
 
 async def _until_reachable(pool: Pool, attempt: Callable[[], Awaitable[None]]) -> None:
