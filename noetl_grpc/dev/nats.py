@@ -100,9 +100,11 @@ class Nats:
                 await self._launch(self.port)
             else:
                 self.port = await on_free_port(self._launch)
-        except BaseException:
+        except BaseException as failure:
             if not was_open:
                 await self._server.close()
+            if isinstance(failure, OSError):
+                raise LaunchError(f"nats-server can't be started: {failure}") from failure
             raise
 
     async def stop(self) -> None:
@@ -125,6 +127,7 @@ class Nats:
 
     async def _launch(self, port: int) -> None:
         config = self.store_dir / "nats.conf"
+        config.touch(mode=0o600)  # It may hold passwords.
         config.write_text(self._config_text(port))
         await self._server.launch(
             [find_server(), "--config", config],

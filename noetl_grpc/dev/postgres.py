@@ -162,16 +162,18 @@ class Postgres:
         was_open = self._server.is_open
         await self._open()
         try:
-            if self._data is None:
+            if self._data is None or not self._data.exists():
                 self._data = await self._initialise()
             _drop_stale_pid_file(self._data)
             if self.port:
                 await self._launch(self.port)
             else:
                 self.port = await on_free_port(self._launch)
-        except BaseException:
+        except BaseException as failure:
             if not was_open:
                 await self._server.close()
+            if isinstance(failure, OSError):
+                raise LaunchError(f"PostgreSQL can't be started: {failure}") from failure
             raise
 
     async def stop(self, *, mode: Mode = "fast") -> None:

@@ -244,6 +244,27 @@ async def test_a_port_that_is_taken_is_named() -> None:
                 pass
 
 
+async def test_a_folder_that_cannot_be_used_is_named(folder: Path) -> None:
+    (folder / "file").touch()
+    with pytest.raises(LaunchError, match=f"can't use the folder {folder}/file/pg: .*Not a directory"):
+        await Postgres(folder / "file" / "pg").start()
+
+    (folder / "pg" / "data").mkdir(parents=True)
+    with pytest.raises(LaunchError, match=r"can't be started: .*No such file or directory: .*PG_VERSION"):
+        await Postgres(folder / "pg").start()
+
+
+async def test_a_failed_start_can_be_tried_again() -> None:
+    postgres = Postgres(durable=False, in_memory=True)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        postgres.port = listener.getsockname()[1]
+        with pytest.raises(PortTaken):
+            await postgres.start()
+
+    async with postgres:
+        assert await execute(postgres, "SELECT 1") == 1
+
+
 async def test_a_bad_setting_fails_with_the_words_of_the_server() -> None:
     with pytest.raises(LaunchError, match='unrecognized configuration parameter "no_such_thing"'):
         async with Postgres(settings={"no_such_thing": "1"}, durable=False):
