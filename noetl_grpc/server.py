@@ -37,7 +37,9 @@ from noetl_grpc.interceptors.access import Observers
 from noetl_grpc.interceptors.auth import AuthInterceptor, TokenChecker
 from noetl_grpc.interceptors.errors import MethodTable, OpenStreams, Rim
 from noetl_grpc.metrics import Metrics
+from noetl_grpc.services.intake import Intake
 from noetl_grpc.services.operations import Limits, OperationsServicer, ServerFacts
+from noetl_grpc.services.projection import ProjectionServicer
 from noetl_grpc.settings import Settings
 from noetl_grpc.storage import migrate
 from noetl_grpc.storage.ids import IdSource
@@ -186,7 +188,7 @@ def _add_services(
     replay_pb2_grpc.add_ReplayServiceServicer_to_server(replay_pb2_grpc.ReplayServiceServicer(), server)
     outbox_pb2_grpc.add_OutboxServiceServicer_to_server(outbox_pb2_grpc.OutboxServiceServicer(), server)
     projection_pb2_grpc.add_ProjectionServiceServicer_to_server(
-        projection_pb2_grpc.ProjectionServiceServicer(), server
+        ProjectionServicer(shards, intake=Intake(shards), next_id=ids.next_id, metrics=metrics), server
     )
     operations_pb2_grpc.add_OperationsServiceServicer_to_server(OperationsServicer(facts), server)
     externalscaler_pb2_grpc.add_ExternalScalerServicer_to_server(

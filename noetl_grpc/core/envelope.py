@@ -286,14 +286,14 @@ def _shorten(text: str, length_max: int = 40) -> str:
     return repr(text if len(text) <= length_max else text[:length_max] + "…")
 
 
-def first_of_each(keys: Sequence[object], rows: Iterable[int]) -> tuple[list[int], list[int]]:
-    """Rows whose key comes for the first time, and rows that repeat an earlier one, each in their order."""
+def first_of_each(keys: Iterable[object]) -> tuple[list[int], list[int]]:
+    """The places of keys that come for the first time, and of those that repeat an earlier one."""
     seen: set[object] = set()
     first: list[int] = []
     repeated: list[int] = []
-    for row in rows:
-        (repeated if keys[row] in seen else first).append(row)
-        seen.add(keys[row])
+    for place, key in enumerate(keys):
+        (repeated if key in seen else first).append(place)
+        seen.add(key)
     return first, repeated
 
 

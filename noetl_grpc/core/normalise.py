@@ -19,7 +19,7 @@ from typing import Any
 
 import orjson
 
-from noetl_grpc.core.envelope import COLUMNS, Batch, Moment, Problem, Reason, json_fault
+from noetl_grpc.core.envelope import Moment, Problem, Reason, json_fault
 
 REDACTED = "[REDACTED]"
 DEPTH_MAX = 200
@@ -92,25 +92,6 @@ def normalise(event: NativeEvent, *, request_id: str = "", index: int = 0) -> No
         idempotency_key=key,
         created_at=event.created_at,
     )
-
-
-def as_batch(
-    rows: Sequence[Normalised], event_ids: Sequence[int], *, tenant_id: str, organization_id: str
-) -> Batch:
-    """The rows by column, as `envelope.examine` takes them."""
-    batch: Batch = {column.name: [None] * len(rows) for column in COLUMNS}
-    for name in ("execution_id", "event_type", "node_name", "status", "worker_id", "idempotency_key"):
-        batch[name] = [getattr(row, name) for row in rows]
-    batch["created_at"] = [row.created_at for row in rows]
-    batch["event_id"] = list(event_ids)
-    batch["catalog_id"] = [0] * len(rows)
-    batch["node_id"] = batch["node_name"]
-    batch["result"] = [row.result_json for row in rows]
-    batch["meta"] = [row.meta_json for row in rows]
-    batch["tenant_id"] = [tenant_id] * len(rows)
-    batch["organization_id"] = [organization_id] * len(rows)
-    batch["schema_version"] = [1] * len(rows)
-    return batch
 
 
 def derive_status(event_type: str) -> str:

@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 
-from noetl_grpc.core.envelope import Problem, Reason, examine, result_fault
+from noetl_grpc.core.envelope import Problem, Reason, result_fault
 from noetl_grpc.core.normalise import (
     DEPTH_MAX,
     REDACTED,
     NativeEvent,
     Normalised,
-    as_batch,
     derive_status,
     normalise,
     sanitise,
@@ -143,14 +142,9 @@ def test_meta_gets_the_flags_of_the_event_and_a_meta_that_is_no_object_is_kept(
 
 def test_the_step_names_the_node_and_the_worker_is_kept() -> None:
     row = normalised(step="fetch", worker_id="w1", created_at=(1, 2))
-    batch = as_batch([row], [9], tenant_id="t", organization_id="o")
 
-    problems = examine(batch, [None])
-
-    assert problems == {}
-    assert (batch["node_id"], batch["node_name"], batch["worker_id"]) == (["fetch"], ["fetch"], ["w1"])
-    assert (batch["event_id"], batch["tenant_id"], batch["organization_id"]) == ([9], ["t"], ["o"])
-    assert batch["created_at"][0].isoformat() == "1970-01-01T00:00:01"
+    assert (row.node_name, row.worker_id, row.created_at) == ("fetch", "w1", (1, 2))
+    assert normalised(worker_id="").worker_id is None
 
 
 @pytest.mark.parametrize(
