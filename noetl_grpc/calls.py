@@ -13,31 +13,10 @@ from typing import Any, TypeAlias
 
 import grpc
 
+from noetl_grpc.core.access import ANONYMOUS, Caller
+
 #: What gRPC hands to a servicer beside the request.
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-
-
-@dataclass(frozen=True, slots=True)
-class Tenant:
-    """One tenant of one organisation."""
-
-    tenant_id: str
-    organization_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """Who a token stands for."""
-
-    name: str
-    #: `service:verb` pairs; None is every scope.
-    scopes: frozenset[str] | None = None
-    #: The tenants it may see; None is unbound.
-    tenants: frozenset[Tenant] | None = None
-
-
-#: A caller of a public RPC, who showed no token.
-ANONYMOUS = Caller(name="", scopes=frozenset(), tenants=frozenset())
 
 
 @dataclass(slots=True)

@@ -207,8 +207,9 @@ def _add_services(
 
 def _grpc_server(settings: Settings, rim: Rim) -> grpc.aio.Server:
     limits = Limits()
+    checker = TokenChecker(settings.api_token, tokens_file=settings.tokens_file)
     return grpc.aio.server(
-        interceptors=(AuthInterceptor(TokenChecker(settings.api_token), deny=rim.denial),),
+        interceptors=(AuthInterceptor(checker, deny=rim.denial),),
         options=(
             ("grpc.max_receive_message_length", limits.message_bytes),
             ("grpc.max_send_message_length", limits.message_bytes),

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
+import time
 from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import grpc
+import orjson
 
 from noetl_grpc import calls
-from noetl_grpc.calls import Caller
-from noetl_grpc.errors import AuthNotConfigured, NoetlError, Unauthenticated
+from noetl_grpc.core.access import Caller, authorise, parse_tokens
+from noetl_grpc.errors import AuthNotConfigured, InvalidRequest, NoetlError, SettingsError, Unauthenticated
+
+logger = logging.getLogger("noetl_grpc.auth")
+
+#: How often the tokens file is looked at.
+LOOK_SECONDS = 1.0
 
 #: Services that answer without a token.
 PUBLIC_SERVICES = frozenset(
@@ -29,27 +39,71 @@ _EXPECTED = "send the header 'authorization: Bearer <token>'"
 
 
 class TokenChecker:
-    """Knows the token with full access; a blank one lets nobody in."""
+    """Knows the token with full access and the named ones of a file, which is read again when it changes."""
 
-    def __init__(self, api_token: str) -> None:
+    def __init__(
+        self,
+        api_token: str,
+        *,
+        tokens_file: Path | None = None,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         token = api_token.strip()
         self._digest = _digest(token) if token else None
+        self._file = tokens_file
+        self._now = now
+        self._monotonic = monotonic
+        self._stamp: object = None
+        self._look_at = float("-inf")
+        self._callers: dict[bytes, Caller] = {}
+        if tokens_file is not None:
+            try:
+                self._read()
+            except (OSError, ValueError, InvalidRequest) as error:
+                raise SettingsError(f"NOETL_API_TOKENS_FILE can't be used: {_told(error)}") from None
 
     def authenticate(self, metadata: Any) -> Caller:
         """Who the `authorization` header stands for."""
-        if self._digest is None:
+        if self._digest is None and self._file is None:
             raise AuthNotConfigured(
                 "this server has no token configured, so it lets nobody in; set NOETL_INTERNAL_API_TOKEN"
                 " or NOETL_API_TOKENS_FILE on the server",
                 metadata={"setting": "NOETL_INTERNAL_API_TOKEN"},
             )
-        token = _bearer_token(metadata)
-        if not hmac.compare_digest(_digest(token), self._digest):
+        digest = _digest(_bearer_token(metadata))
+        if self._digest is not None and hmac.compare_digest(digest, self._digest):
+            return _INTERNAL
+        caller = self._named(digest)
+        if caller is None or (caller.expires_at is not None and caller.expires_at <= self._now()):
             raise Unauthenticated(
-                f"the token is not known here or has expired; {_EXPECTED} with a valid one",
-                reason="TOKEN_INVALID",
+                f"the token is not known here or has expired; {_EXPECTED}", reason="TOKEN_INVALID"
             )
-        return _INTERNAL
+        return caller
+
+    def _named(self, digest: bytes) -> Caller | None:
+        """Looked up by its digest: how long that takes tells nothing about a token."""
+        if self._file is not None and self._monotonic() >= self._look_at:
+            try:
+                self._read()
+            except (OSError, ValueError, InvalidRequest) as error:
+                # Half an edit must not lock everybody out.
+                logger.error("the tokens file can't be used, the last good one stays: %s", _told(error))
+        return self._callers.get(digest)
+
+    def _read(self) -> None:
+        assert self._file is not None
+        self._look_at = self._monotonic() + LOOK_SECONDS
+        found = self._file.stat()
+        stamp = (found.st_mtime_ns, found.st_size, found.st_ino)
+        if stamp == self._stamp:
+            return
+        self._callers = parse_tokens(orjson.loads(self._file.read_bytes()))
+        self._stamp = stamp
+
+
+def _told(error: Exception) -> str:
+    return error.strerror or "it can't be read" if isinstance(error, OSError) else str(error)
 
 
 def _bearer_token(metadata: Any) -> str:
@@ -93,7 +147,10 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         call = calls.begin(method, metadata)
         if method[1 : method.rfind("/")] not in self._public_services:
             try:
-                call.caller = self._checker.authenticate(metadata)
+                caller = self._checker.authenticate(metadata)
+                if caller.is_limited:
+                    authorise(caller, method)
+                call.caller = caller
             except NoetlError as error:
                 return self._deny(method, error)
         return await continuation(handler_call_details)

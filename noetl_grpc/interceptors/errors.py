@@ -20,6 +20,7 @@ from grpc_status import rpc_status
 
 from noetl_grpc import calls, status
 from noetl_grpc.calls import Call
+from noetl_grpc.core.access import authorise_request
 from noetl_grpc.errors import (
     Internal,
     InvalidRequest,
@@ -90,10 +91,10 @@ class Rim:
             behaviour = self._unary(handler.unary_unary, parse, observer)
             return grpc.unary_unary_rpc_method_handler(behaviour, None, handler.response_serializer)
         if handler.unary_stream is not None:
-            behaviour = self._stream(handler.unary_stream, parse, observer)
+            behaviour = self._stream(handler.unary_stream, parse, observer, is_unary=True)
             return grpc.unary_stream_rpc_method_handler(behaviour, None, handler.response_serializer)
         behaviour = self._stream(
-            handler.stream_stream, lambda requests: _parse_each(requests, parse), observer
+            handler.stream_stream, lambda requests: _parse_each(requests, parse), observer, is_unary=False
         )
         return grpc.stream_stream_rpc_method_handler(behaviour, None, handler.response_serializer)
 
@@ -131,7 +132,10 @@ class Rim:
             call = calls.current()
             began = observer.start()
             try:
-                response = await behaviour(parse(raw), context)
+                request = parse(raw)
+                if call.caller.is_limited:
+                    authorise_request(call.caller, call.method, request)
+                response = await behaviour(request, context)
             except BaseException as raised:
                 await self._fail(raised, call, context, observer, began)
                 raise
@@ -140,14 +144,19 @@ class Rim:
 
         return serve
 
-    def _stream(self, behaviour: Any, parse: Callable[[Any], Any], observer: MethodObserver) -> Any:
+    def _stream(
+        self, behaviour: Any, parse: Callable[[Any], Any], observer: MethodObserver, *, is_unary: bool
+    ) -> Any:
         async def serve(raw: Any, context: Any) -> None:
             call = calls.current()
             began = observer.start()
             task: asyncio.Task[Any] | None = None
             try:
                 task = self._streams.enter()
-                responses = behaviour(parse(raw), context)
+                request = parse(raw)
+                if call.caller.is_limited and is_unary:
+                    authorise_request(call.caller, call.method, request)
+                responses = behaviour(request, context)
                 if inspect.isawaitable(responses):
                     await responses
                 else:
