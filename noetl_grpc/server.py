@@ -32,6 +32,7 @@ from noetlpb.v1 import (
 from prometheus_client import start_http_server
 
 from noetl_grpc.errors import NoetlError, SettingsError
+from noetl_grpc.follower import Follower
 from noetl_grpc.health import Health
 from noetl_grpc.interceptors.access import Observers
 from noetl_grpc.interceptors.auth import AuthInterceptor, TokenChecker
@@ -140,6 +141,11 @@ async def serving(settings: Settings) -> AsyncIterator[Server]:
         health = Health(shards, SERVICE_NAMES)
         await health.start()
         await stack.enter_async_context(background(health.run, name="health"))
+
+        # By shard; they rest while no stream is interested.
+        followers = tuple(Follower(pool) for pool in shards.pools)
+        for number, follower in enumerate(followers):
+            await stack.enter_async_context(background(follower.run, name=f"follower of shard {number}"))
 
         streams = OpenStreams(limit=STREAMS_MAX)
         rim = Rim(

@@ -1,0 +1,248 @@
+"""Tells the streams of this process which events became visible in a shard's log, each once, however late.
+
+One look at the log serves all of them. Subscribers get keys, not rows: they read what they need themselves. A
+subscriber that does not keep up is ended; nothing is buffered without bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import asynccontextmanager
+from enum import Enum
+from time import monotonic
+
+from noetl_grpc.core.following import Key, Position
+from noetl_grpc.errors import DatabaseUnavailable, NoetlError, Overloaded
+from noetl_grpc.storage import cursors
+from noetl_grpc.storage.pool import Connection, Pool
+
+logger = logging.getLogger("noetl_grpc")
+
+POLL_SECONDS = 0.01
+PAGE_SIZE = 2000
+#: Keys that wait for one subscriber.
+CAPACITY = 10_000
+#: A look may take this part of one connection's time at most, however slow the database is.
+SHARE_MAX = 0.25
+RETRY_SECONDS_MAX = 1.0
+#: How far back overlap mode looks, by the events' own time.
+OVERLAP_SECONDS = 30.0
+OVERLAP_KEYS_MAX = 20_000
+
+
+class Mode(Enum):
+    """How the log is followed. OVERLAP can miss an event that commits late: the log has no xact_id."""
+
+    SNAPSHOT = "snapshot"
+    OVERLAP = "overlap"
+
+
+class Subscription:
+    """What one subscriber has yet to see."""
+
+    def __init__(
+        self, *, execution_id: int | None, event_types: frozenset[str] | None, capacity: int
+    ) -> None:
+        self.execution_id = execution_id
+        self.event_types = event_types
+        self._capacity = capacity
+        self._pages: deque[tuple[list[Key], Position]] = deque()
+        self._waiting = 0
+        self._arrived = asyncio.Event()
+        self._ended: NoetlError | None = None
+
+    async def next_page(self) -> tuple[list[Key], Position]:
+        """Some keys in the order they became visible, and the position behind them.
+
+        Raises Overloaded once everything has been taken that was kept before this subscriber fell behind.
+        """
+        while not self._pages:
+            if self._ended is not None:
+                raise self._ended
+            self._arrived.clear()
+            await self._arrived.wait()
+        keys, position = self._pages.popleft()
+        self._waiting -= len(keys)
+        return keys, position
+
+    def put(self, keys: list[Key], position: Position) -> None:
+        """Add a page, or end the subscription if there is no room for it."""
+        if self._ended is not None:
+            return
+        if self._waiting + len(keys) > self._capacity and self._pages:
+            self.end(Overloaded("the stream is read too slowly; read faster and go on with the resume token"))
+            return
+        self._pages.append((keys, position))
+        self._waiting += len(keys)
+        self._arrived.set()
+
+    def end(self, error: NoetlError) -> None:
+        """Let the subscriber see this once it has taken what is there."""
+        self._ended = error
+        self._arrived.set()
+
+
+class Follower:
+    """Follows one shard while somebody is interested."""
+
+    def __init__(self, pool: Pool, *, poll_seconds: float = POLL_SECONDS, page_size: int = PAGE_SIZE) -> None:
+        self._pool = pool
+        self._poll_seconds = poll_seconds
+        self._page_size = page_size
+        self._position: Position | None = None
+        self._recent: dict[Key, None] = {}
+        self._joining: dict[Subscription, asyncio.Future[str]] = {}
+        self._by_execution: dict[int, set[Subscription]] = {}
+        self._of_all: set[Subscription] = set()
+        self._needed = asyncio.Event()
+        self._woken = asyncio.Event()
+        self.mode: Mode | None = None
+        #: why the log can't be followed just now, for health
+        self.problem: str | None = None
+
+    def wake(self) -> None:
+        """Look at once: this process has just written events."""
+        self._woken.set()
+
+    @asynccontextmanager
+    async def subscribe(
+        self,
+        *,
+        execution_id: int | None = None,
+        event_types: Collection[str] | None = None,
+        capacity: int = CAPACITY,
+    ) -> AsyncIterator[tuple[Subscription, str]]:
+        """A subscription and the snapshot it begins after: what that did not show will be told.
+
+        In overlap mode the snapshot is empty text.
+        """
+        types = None if event_types is None else frozenset(event_types)
+        subscription = Subscription(execution_id=execution_id, event_types=types, capacity=capacity)
+        joined: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._joining[subscription] = joined
+        self._needed.set()
+        self._woken.set()
+        try:
+            yield subscription, await joined
+        finally:
+            self._leave(subscription)
+
+    async def run(self) -> None:
+        """Look at the log again and again while there are subscribers. Losing the database loses no event."""
+        retry_seconds = self._poll_seconds
+        while True:
+            if not self._needed.is_set():
+                # Nobody misses anything: who comes next begins at a snapshot of then.
+                self._position = None
+                self._recent = {}
+                await self._needed.wait()
+            self._woken.clear()
+            began = monotonic()
+            try:
+                await self.run_once()
+            except NoetlError as error:
+                self._report(error)
+                delay_seconds = retry_seconds = min(2 * retry_seconds, RETRY_SECONDS_MAX)
+            else:
+                self.problem = None
+                retry_seconds = self._poll_seconds
+                took_seconds = monotonic() - began
+                delay_seconds = max(self._poll_seconds, took_seconds / SHARE_MAX - took_seconds)
+            await self._wait(delay_seconds)
+
+    async def run_once(self) -> None:
+        """Tell everybody what became visible since the last time."""
+        async with self._pool.acquire() as conn:
+            if self._position is None:
+                self.mode = Mode.SNAPSHOT if await cursors.can_follow_snapshots(conn) else Mode.OVERLAP
+            if self.mode is Mode.OVERLAP:
+                await self._look_at_recent(conn)
+                return
+            if self._position is None or self._position.target is None:
+                snapshot = await self._look(conn)
+                if self._position is None:
+                    self._position = Position(snapshot)
+                self._admit(self._position.seen)
+                if snapshot == self._position.seen:
+                    return
+                self._position = self._position.towards(snapshot)
+            async with conn.transaction(readonly=True):
+                await cursors.prefer_generic_plans(conn)
+                while self._position.target is not None:
+                    keys, self._position = await cursors.gap_keys(conn, self._position, limit=self._page_size)
+                    self._publish(keys, self._position)
+
+    async def _look(self, conn: Connection) -> str:
+        snapshot = await cursors.look_at_log(conn)
+        if snapshot is None:
+            error = DatabaseUnavailable("the database is a standby, where the log can't be followed")
+            for subscription in self._subscriptions():
+                subscription.end(error)
+            raise error
+        return snapshot
+
+    async def _look_at_recent(self, conn: Connection) -> None:
+        await self._look(conn)
+        keys = await cursors.recent_keys(conn, seconds=OVERLAP_SECONDS, limit=OVERLAP_KEYS_MAX)
+        if self._position is not None:
+            self._publish([key for key in keys if key not in self._recent], self._position)
+        self._recent = dict.fromkeys(keys)
+        self._position = Position("")
+        self._admit("")
+
+    def _admit(self, snapshot: str) -> None:
+        """Take in who waits; only between gaps, so that nobody misses the part of one that was told before."""
+        for subscription, joined in self._joining.items():
+            if subscription.execution_id is None:
+                self._of_all.add(subscription)
+            else:
+                self._by_execution.setdefault(subscription.execution_id, set()).add(subscription)
+            if not joined.done():
+                joined.set_result(snapshot)
+        self._joining.clear()
+
+    def _publish(self, keys: Sequence[Key], position: Position) -> None:
+        told: dict[Subscription, list[Key]] = {}
+        for key in keys:
+            for subscription in self._by_execution.get(key.execution_id, ()):
+                told.setdefault(subscription, []).append(key)
+            for subscription in self._of_all:
+                told.setdefault(subscription, []).append(key)
+        for subscription, page in told.items():
+            types = subscription.event_types
+            wanted = page if types is None else [key for key in page if key.event_type in types]
+            if wanted:
+                subscription.put(wanted, position)
+
+    def _subscriptions(self) -> list[Subscription]:
+        return [*self._of_all, *(each for some in self._by_execution.values() for each in some)]
+
+    def _leave(self, subscription: Subscription) -> None:
+        self._joining.pop(subscription, None)
+        self._of_all.discard(subscription)
+        if subscription.execution_id is not None:
+            others = self._by_execution.get(subscription.execution_id, set())
+            others.discard(subscription)
+            if not others:
+                self._by_execution.pop(subscription.execution_id, None)
+        if not (self._joining or self._of_all or self._by_execution):
+            self._needed.clear()
+
+    def _report(self, error: NoetlError) -> None:
+        if self.problem != str(error):
+            logger.warning("shard %s: the log can't be followed: %s", self._pool.name, error)
+        self.problem = str(error)
+        for joined in self._joining.values():
+            if not joined.done():
+                joined.set_exception(error)
+        self._joining.clear()
+
+    async def _wait(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._woken.wait()
+        except TimeoutError:
+            pass
