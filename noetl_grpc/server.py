@@ -8,7 +8,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
 from typing import Any
 
@@ -41,6 +41,7 @@ from noetl_grpc.metrics import Metrics
 from noetl_grpc.services.intake import Intake
 from noetl_grpc.services.operations import Limits, OperationsServicer, ServerFacts
 from noetl_grpc.services.projection import ProjectionServicer
+from noetl_grpc.services.subscription import SubscriptionServicer
 from noetl_grpc.settings import Settings
 from noetl_grpc.storage import migrate
 from noetl_grpc.storage.ids import IdSource
@@ -189,7 +190,12 @@ def _add_services(
         limits=Limits(),
     )
     subscription_pb2_grpc.add_SubscriptionServiceServicer_to_server(
-        subscription_pb2_grpc.SubscriptionServiceServicer(), server
+        SubscriptionServicer(
+            shards,
+            ids.next_id,
+            drain_timeout=timedelta(seconds=settings.subscription_drain_timeout_seconds),
+        ),
+        server,
     )
     replay_pb2_grpc.add_ReplayServiceServicer_to_server(replay_pb2_grpc.ReplayServiceServicer(), server)
     outbox_pb2_grpc.add_OutboxServiceServicer_to_server(outbox_pb2_grpc.OutboxServiceServicer(), server)

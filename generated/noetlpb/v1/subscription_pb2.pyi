@@ -267,9 +267,9 @@ class ActivateSubscriptionRequest(message.Message):
     etag: builtins.str
     """The etag last seen; empty means whatever it is now."""
     actor: builtins.str
-    """Who asks, for the log; may be empty."""
+    """Who asks, for the log, at most 256 characters; may be empty."""
     reason: builtins.str
-    """Why, for the log; may be empty."""
+    """Why, for the log, at most 2000 characters; may be empty."""
     request_id: builtins.str
     """The caller's id of this request, at most 128 characters. A repeat answers as of the first and writes nothing; the same
     id with another action is INVALID_ARGUMENT. Looked at before etag and state. Empty: no repeat is recognised.
@@ -327,9 +327,9 @@ class PauseSubscriptionRequest(message.Message):
     etag: builtins.str
     """The etag last seen; empty means whatever it is now."""
     actor: builtins.str
-    """Who asks, for the log; may be empty."""
+    """Who asks, for the log, at most 256 characters; may be empty."""
     reason: builtins.str
-    """Why, for the log; may be empty."""
+    """Why, for the log, at most 2000 characters; may be empty."""
     request_id: builtins.str
     """The caller's id of this request, at most 128 characters; as in ActivateSubscriptionRequest."""
     def __init__(
@@ -385,9 +385,9 @@ class ResumeSubscriptionRequest(message.Message):
     etag: builtins.str
     """The etag last seen; empty means whatever it is now."""
     actor: builtins.str
-    """Who asks, for the log; may be empty."""
+    """Who asks, for the log, at most 256 characters; may be empty."""
     reason: builtins.str
-    """Why, for the log; may be empty."""
+    """Why, for the log, at most 2000 characters; may be empty."""
     request_id: builtins.str
     """The caller's id of this request, at most 128 characters; as in ActivateSubscriptionRequest."""
     def __init__(
@@ -443,9 +443,9 @@ class DrainSubscriptionRequest(message.Message):
     etag: builtins.str
     """The etag last seen; empty means whatever it is now."""
     actor: builtins.str
-    """Who asks, for the log; may be empty."""
+    """Who asks, for the log, at most 256 characters; may be empty."""
     reason: builtins.str
-    """Why, for the log; may be empty."""
+    """Why, for the log, at most 2000 characters; may be empty."""
     request_id: builtins.str
     """The caller's id of this request, at most 128 characters; as in ActivateSubscriptionRequest."""
     def __init__(
@@ -501,9 +501,9 @@ class DeactivateSubscriptionRequest(message.Message):
     etag: builtins.str
     """The etag last seen; empty means whatever it is now."""
     actor: builtins.str
-    """Who asks, for the log; may be empty."""
+    """Who asks, for the log, at most 256 characters; may be empty."""
     reason: builtins.str
-    """Why, for the log; may be empty."""
+    """Why, for the log, at most 2000 characters; may be empty."""
     request_id: builtins.str
     """The caller's id of this request, at most 128 characters; as in ActivateSubscriptionRequest."""
     def __init__(
@@ -781,7 +781,7 @@ class HeartbeatSubscriptionRequest(message.Message):
     subscription_id: builtins.int
     """The subscription, above 0."""
     runtime_id: builtins.str
-    """The runtime's own name, the same in all its heartbeats. Required."""
+    """The runtime's own name, at most 256 characters, the same in all its heartbeats. Required."""
     in_flight: builtins.int
     """Messages it is working on, 0 or more; absent: not known. An explicit 0 while DRAINING ends the subscription."""
     backlog: builtins.int

@@ -1,0 +1,150 @@
+"""SubscriptionService: an event-sourced lifecycle, each change checked and written under the subscription's lock."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from datetime import datetime, timedelta
+from typing import TypeAlias
+
+from noetlpb.v1 import subscription_pb2 as pb
+from noetlpb.v1 import subscription_pb2_grpc as rpc
+
+from noetl_grpc.calls import Context
+from noetl_grpc.convert.subscription import subscription_event_to_pb, subscription_to_pb
+from noetl_grpc.core import fields, lifecycle, paging
+from noetl_grpc.core.lifecycle import Action, Cause, Subscription
+from noetl_grpc.errors import NotFound
+from noetl_grpc.services.registration import Registrar
+from noetl_grpc.services.turns import Turns
+from noetl_grpc.storage import subscriptions
+from noetl_grpc.storage.pool import Connection, Shards
+
+ACTOR_CHARACTERS_MAX = 256
+REASON_CHARACTERS_MAX = 2000
+REQUEST_ID_CHARACTERS_MAX = 128
+
+TransitionRequest: TypeAlias = (
+    pb.ActivateSubscriptionRequest
+    | pb.PauseSubscriptionRequest
+    | pb.ResumeSubscriptionRequest
+    | pb.DrainSubscriptionRequest
+    | pb.DeactivateSubscriptionRequest
+)
+
+
+class SubscriptionServicer(rpc.SubscriptionServiceServicer):
+    """Serves noetlpb.v1.SubscriptionService from the event log."""
+
+    def __init__(self, shards: Shards, next_id: Callable[[], int], *, drain_timeout: timedelta) -> None:
+        self._shards = shards
+        self._next_id = next_id
+        self._registrar = Registrar(shards, next_id, drain_timeout=drain_timeout)
+        self._turns = Turns()
+
+    async def RegisterSubscription(
+        self, request: pb.RegisterSubscriptionRequest, context: Context
+    ) -> pb.RegisterSubscriptionResponse:
+        path = fields.required_text(request.path, "path")
+        subscription, created = await self._registrar.register(path)
+        return pb.RegisterSubscriptionResponse(subscription=subscription_to_pb(subscription), created=created)
+
+    async def ActivateSubscription(
+        self, request: pb.ActivateSubscriptionRequest, context: Context
+    ) -> pb.ActivateSubscriptionResponse:
+        subscription = await self._advance(Action.ACTIVATE, request)
+        return pb.ActivateSubscriptionResponse(subscription=subscription_to_pb(subscription))
+
+    async def PauseSubscription(
+        self, request: pb.PauseSubscriptionRequest, context: Context
+    ) -> pb.PauseSubscriptionResponse:
+        subscription = await self._advance(Action.PAUSE, request)
+        return pb.PauseSubscriptionResponse(subscription=subscription_to_pb(subscription))
+
+    async def ResumeSubscription(
+        self, request: pb.ResumeSubscriptionRequest, context: Context
+    ) -> pb.ResumeSubscriptionResponse:
+        subscription = await self._advance(Action.RESUME, request)
+        return pb.ResumeSubscriptionResponse(subscription=subscription_to_pb(subscription))
+
+    async def DrainSubscription(
+        self, request: pb.DrainSubscriptionRequest, context: Context
+    ) -> pb.DrainSubscriptionResponse:
+        subscription = await self._advance(Action.DRAIN, request)
+        return pb.DrainSubscriptionResponse(subscription=subscription_to_pb(subscription))
+
+    async def DeactivateSubscription(
+        self, request: pb.DeactivateSubscriptionRequest, context: Context
+    ) -> pb.DeactivateSubscriptionResponse:
+        subscription = await self._advance(Action.DEACTIVATE, request)
+        return pb.DeactivateSubscriptionResponse(subscription=subscription_to_pb(subscription))
+
+    async def GetSubscription(
+        self, request: pb.GetSubscriptionRequest, context: Context
+    ) -> pb.GetSubscriptionResponse:
+        subscription_id = fields.positive_id(request.subscription_id, "subscription_id")
+        async with self._shards.pool_for(subscription_id).acquire() as conn:
+            subscription, _ = await _read(conn, subscription_id)
+        return pb.GetSubscriptionResponse(subscription=subscription_to_pb(subscription))
+
+    async def ListSubscriptionEvents(
+        self, request: pb.ListSubscriptionEventsRequest, context: Context
+    ) -> pb.ListSubscriptionEventsResponse:
+        subscription_id = fields.positive_id(request.subscription_id, "subscription_id")
+        limit = paging.page_size(request.page_size)
+        (after,) = paging.decode_token(request.page_token, subscription_id, shape=[int]) or (0,)
+        async with self._shards.pool_for(subscription_id).acquire() as conn:
+            events = await subscriptions.list_events(conn, subscription_id, after=after, limit=limit + 1)
+            if not events:
+                await _read(conn, subscription_id)
+        more = len(events) > limit
+        return pb.ListSubscriptionEventsResponse(
+            events=map(subscription_event_to_pb, events[:limit]),
+            next_page_token=paging.encode_token([events[limit - 1].event_id], subscription_id)
+            if more
+            else "",
+        )
+
+    async def _advance(self, action: Action, request: TransitionRequest) -> Subscription:
+        subscription_id = fields.positive_id(request.subscription_id, "subscription_id")
+        cause = Cause(
+            actor=fields.text(request.actor, "actor", characters_max=ACTOR_CHARACTERS_MAX),
+            reason=fields.text(request.reason, "reason", characters_max=REASON_CHARACTERS_MAX),
+            request_id=fields.text(
+                request.request_id, "request_id", characters_max=REQUEST_ID_CHARACTERS_MAX
+            ),
+        )
+        async with self._changing(subscription_id) as (conn, current, now):
+            if cause.request_id:
+                earlier = await subscriptions.event_of_request(
+                    conn, subscription_id, request_id=cause.request_id
+                )
+                if earlier is not None:
+                    lifecycle.require_repeat(earlier, action)
+                    return lifecycle.subscription_at(earlier, current.runtime)
+            lifecycle.require_etag(current, request.etag)
+            event = lifecycle.advance(current, action, event_id=self._next_id(), now=now, cause=cause)
+            event = await subscriptions.append(conn, event)
+        return lifecycle.subscription_at(event, current.runtime)
+
+    @asynccontextmanager
+    async def _changing(
+        self, subscription_id: int
+    ) -> AsyncIterator[tuple[Connection, Subscription, datetime]]:
+        """A transaction in which nobody else changes the subscription, which is as it is, and the time."""
+        pool = self._shards.pool_for(subscription_id)
+        async with self._turns.turn(subscription_id), pool.transaction() as conn:
+            await subscriptions.lock(conn, subscription_id)
+            current, now = await _read(conn, subscription_id)
+            yield conn, current, now
+
+
+async def _read(conn: Connection, subscription_id: int) -> tuple[Subscription, datetime]:
+    present = await subscriptions.read(conn, subscription_id)
+    if present is None:
+        raise NotFound(
+            f"there is no subscription {subscription_id}",
+            reason="SUBSCRIPTION_NOT_FOUND",
+            metadata={"subscription_id": subscription_id},
+        )
+    return present
