@@ -18,6 +18,8 @@ from noetlpb.v1 import projection_pb2 as pb
 
 from noetl_grpc.convert.events import event_to_pb
 from noetl_grpc.core.envelope import COLUMNS
+from noetl_grpc.dev.databases import create_database
+from noetl_grpc.dev.postgres import Postgres
 from noetl_grpc.server import Server
 from noetl_grpc.settings import Settings
 from noetl_grpc.status import from_rpc_error
@@ -508,3 +510,39 @@ async def test_a_batch_over_two_shards_is_written_to_both_and_brings_its_catalog
     dead = [await on_shard(url, "SELECT count(*) FROM noetl.event_dead_letter") for url in urls]
     assert sorted(dead) == [0, 0, 1]
     assert dead[2] == 0
+
+
+async def test_a_shard_that_is_down_rejects_its_own_events_only(
+    new_database: NewDatabase, start_server: StartServer, channel_to: ChannelTo
+) -> None:
+    url = await new_database()
+    async with Postgres(durable=False) as other:
+        other_url = await create_database(other, "shard")
+        for each in (url, other_url):
+            connection = await asyncpg.connect(each)
+            await add_catalog_entry(connection)
+            await connection.close()
+        server = await start_server(settings_for(url, other_url))
+        stub = projection_pb2_grpc.ProjectionServiceStub(await channel_to(server.address))
+        events = [make_event(index, execution_id=EXECUTION_ID + index) for index in range(30)]
+        events.append(make_event(90, execution_id=EXECUTION_ID, catalog_id=404))
+        await other.stop(mode="immediate")
+
+        answer = await project(stub, *events)
+
+        away = {rejected.index for rejected in answer.rejected if rejected.reason == "SHARD_UNAVAILABLE"}
+        assert 5 < len(away) < 25
+        assert answer.projected == await on_shard(url, "SELECT count(*) FROM noetl.event")
+        assert answer.projected + len(answer.rejected) == 31
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await project(stub, *(events[index] for index in away))
+        assert failure.value.code() is grpc.StatusCode.UNAVAILABLE
+
+        await other.start()
+        async with asyncio.timeout(10):
+            while (repeated := await project(stub, *events)).projected == 0:
+                pass
+        assert (repeated.projected, repeated.duplicates) == (30 - answer.projected, answer.projected)
+        assert [(rejected.index, rejected.reason) for rejected in repeated.rejected] == [
+            (30, "CATALOG_UNKNOWN")
+        ]
