@@ -291,8 +291,12 @@ def _distinct(shards: Shards) -> Iterable[Pool]:
 
 
 async def _require_schema(pool: Pool) -> None:
+    """Refuse a schema that can't be worked with, and make the partitions that will soon be needed."""
     async with pool.acquire() as conn:
-        await migrate.require_usable(conn)
+        usability = await migrate.require_usable(conn)
+        for drift in usability.optional_drift:
+            logger.warning("database %s: %s; `noetl-grpc migrate --verify` tells more", pool.name, drift)
+        await migrate.ensure_partitions(conn, now=datetime.now(UTC))
         await migrate.ensure_partitions(conn, now=datetime.now(UTC))
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from noetl_grpc.cli import measure, run
+from noetl_grpc.cli import measure, run, schema
 from noetl_grpc.errors import SchemaError, SettingsError
 
 app = typer.Typer(
@@ -20,7 +20,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-for part in (run.app, measure.app):
+for part in (run.app, schema.app, measure.app):
     app.registered_commands += part.registered_commands
 
 

@@ -9,16 +9,19 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import asyncpg
 import orjson
 import typer
 from rich.console import Console
 
-from noetl_grpc import logs, server
+from noetl_grpc import logs
 from noetl_grpc.cli.loop import run as run_loop
 from noetl_grpc.settings import Settings
+
+if TYPE_CHECKING:
+    from noetl_grpc.server import Server
 
 app = typer.Typer()
 
@@ -33,10 +36,12 @@ def serve(
 
     Example: NOETL_DATABASE_URL=postgresql://noetl@db/noetl NOETL_INTERNAL_API_TOKEN=… noetl-grpc serve
     """
+    from noetl_grpc import server  # the other commands need not load it
+
     settings = Settings.from_env()
     logs.configure(level=settings.log_level, form=settings.log_format)
 
-    def ready(running: server.Server) -> None:
+    def ready(running: Server) -> None:
         if print_address:
             typer.echo(running.address)
 
@@ -81,6 +86,8 @@ def dev(
 async def _dev(
     console: Console, port: int, data_dir: Path, ready_file: Path | None, catalog: Path | None
 ) -> None:
+    from noetl_grpc import server
+
     async with _local_stack(console, data_dir, catalog) as local:
         token = os.environ.get("NOETL_INTERNAL_API_TOKEN", "").strip() or _kept_token(data_dir / "token")
         settings = replace(
@@ -97,7 +104,7 @@ async def _dev(
             drain_seconds=0.0,
         )
 
-        def ready(running: server.Server) -> None:
+        def ready(running: Server) -> None:
             if ready_file is not None:
                 _write_ready_file(ready_file, running, token, local)
             _greet(console, running, token, data_dir)
@@ -159,7 +166,7 @@ def _kept_token(path: Path) -> str:
     return token
 
 
-def _write_ready_file(path: Path, running: server.Server, token: str, local: _Local) -> None:
+def _write_ready_file(path: Path, running: Server, token: str, local: _Local) -> None:
     document = {
         "address": running.address,
         "token": token,
@@ -179,7 +186,7 @@ def _write_atomically(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-def _greet(console: Console, running: server.Server, token: str, data_dir: Path) -> None:
+def _greet(console: Console, running: Server, token: str, data_dir: Path) -> None:
     curl = "buf curl --protocol grpc --http2-prior-knowledge"
     if os.environ.get("VIRTUAL_ENV") is None:
         curl = f".venv/bin/{curl}" if Path(".venv/bin/buf").exists() else curl
