@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Final
@@ -40,6 +40,12 @@ __all__ = [
 _MIGRATION_LOCK: Final = 0x6E6F65746C01
 _MIGRATION_POLL_SECONDS: Final = 0.1
 _BUILD_TRIES_MAX: Final = 3
+_LOST: Final = (
+    asyncpg.PostgresConnectionError,
+    asyncpg.AdminShutdownError,
+    asyncpg.CrashShutdownError,
+    asyncpg.CannotConnectNowError,
+)
 #: The client's limit for a statement that may take as long as it likes.
 _BUILD_SECONDS_MAX: Final = 7 * 86_400.0
 
@@ -177,7 +183,7 @@ class _Migration:
         except LockedOut as error:
             self._note_failure(titles, error)
         except asyncpg.PostgresError as error:
-            if len(additions) == 1 or self.conn.is_closed():
+            if len(additions) == 1 or self._is_lost(error):
                 self._note_failure(titles, error)
             else:
                 for item in additions:
@@ -228,12 +234,16 @@ class _Migration:
         self.applied += [title for title in titles if title not in self.applied]
 
     def _note_failure(self, titles: Sequence[str], error: Exception) -> None:
-        if self.conn.is_closed():
+        if self._is_lost(error):
             raise error
         detail = getattr(error, "detail", None)
         for title in titles:
             self.failures[title] = f"{error} ({detail})" if detail else str(error)
             self.say(f"{title}: {self.failures[title]}")
+
+    def _is_lost(self, error: Exception) -> bool:
+        """Whether the session has ended, or is about to."""
+        return self.conn.is_closed() or isinstance(error, _LOST)
 
 
 async def _record_versions(conn: asyncpg.Connection) -> None:
@@ -264,6 +274,7 @@ async def _only_migrator(conn: asyncpg.Connection, say: Callable[[str], None]) -
         await conn.execute("SET lock_timeout = 0; SET statement_timeout = 0")
         yield
     finally:
-        if not conn.is_closed():
+        # A session that is lost gives the lock back by itself.
+        with suppress(asyncpg.PostgresError, asyncpg.InterfaceError, OSError):
             await conn.execute("RESET lock_timeout; RESET statement_timeout")
             await conn.execute("SELECT pg_advisory_unlock($1)", _MIGRATION_LOCK)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import subprocess
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import asyncpg
 import pytest
 
-from noetl_grpc.dev.postgres import Postgres
+from noetl_grpc.checks import migrate as check_migrate
+from noetl_grpc.checks.frame import silent
+from noetl_grpc.dev.postgres import Postgres, find_binaries
+from noetl_grpc.dev.process import LaunchError
 from noetl_grpc.errors import SchemaError
 from noetl_grpc.storage import drift
 from noetl_grpc.storage.migrate import migrate, render_sql, require_usable, verify
@@ -530,61 +532,12 @@ async def test_unfinished_indexes_of_partitions_are_built_again(existing: str, c
     ]
 
 
-class Writer:
-    """Writes single events as fast as it can and notes how long each took."""
+async def test_writers_go_on_behind_strangers_while_a_migration_is_killed_and_repeated() -> None:
+    verdict = await check_migrate.run(size="small", seed=1, progress=silent)
 
-    def __init__(self, conn: asyncpg.Connection, number: int) -> None:
-        self.conn = conn
-        self.ids = itertools.count(number * 1_000_000)
-        self.longest_seconds = 0.0
-        self.written = 0
-        self.is_stopped = False
-
-    async def run(self) -> None:
-        while not self.is_stopped:
-            started = time.monotonic()
-            await insert_events(self.conn, 1, first=next(self.ids))
-            await self.conn.execute(
-                "INSERT INTO noetl.outbox (event_id, execution_id, payload) VALUES ($1, 1, '{}')",
-                next(self.ids),
-            )
-            self.longest_seconds = max(self.longest_seconds, time.monotonic() - started)
-            self.written += 1
-
-
-async def test_writers_go_on_behind_a_strangers_open_transaction(existing: str, connect: Connect) -> None:
-    conn, stranger, watcher = [await connect(existing) for _ in range(3)]
-    await seed_catalog(conn)
-    await insert_events(conn, 1000)
-    writers = [Writer(await connect(existing), number) for number in range(1, 4)]
-    was_held_up = asyncio.Event()
-
-    def progress(text: str) -> None:
-        if "trying again" in text:
-            was_held_up.set()
-
-    transaction = stranger.transaction()
-    await transaction.start()
-    await insert_events(stranger, 1, first=999_999)
-
-    async with asyncio.timeout(18), asyncio.TaskGroup() as tasks:
-        for writer in writers:
-            tasks.create_task(writer.run())
-        migration = tasks.create_task(migrate(conn, progress=progress))
-        await was_held_up.wait()
-        before = sum(writer.written for writer in writers)
-        await transaction.commit()
-        report = await migration
-        after = sum(writer.written for writer in writers)
-        for writer in writers:
-            writer.is_stopped = True
-
-    assert report.missing == []
-    assert 0 < before < after
-    assert max(writer.longest_seconds for writer in writers) < 2.0
-    assert await watcher.fetchval("SELECT count(*) FROM noetl.event") == 1001 + sum(
-        writer.written for writer in writers
-    )
+    assert verdict.violations == []
+    assert verdict.figures["kills"] == 1
+    assert verdict.figures["written_meanwhile"] > 100
 
 
 async def test_a_lock_that_is_never_given_back_is_reported(existing: str, connect: Connect) -> None:
@@ -674,3 +627,21 @@ async def test_subscriptions_are_found_by_their_own_indexes(conn: asyncpg.Connec
 
     assert "subscription_state" in plans[0] or "execution_id_event_id_idx" in plans[0], plans[0]
     assert "node_name_execution_id_event_id" in plans[1], plans[1]
+
+
+async def test_the_oldest_server_we_support_prints_the_same_schema() -> None:
+    try:
+        binaries = find_binaries(15)
+    except LaunchError:
+        pytest.skip("PostgreSQL 15 is not installed")
+    async with Postgres(binaries=binaries, durable=False) as oldest:
+        for statements in ("", NOETL_4_26):
+            conn = await asyncpg.connect(oldest.url())
+            await conn.execute(f"DROP SCHEMA IF EXISTS noetl CASCADE; {statements}")
+
+            report = await migrate(conn)
+
+            assert report.missing == []
+            assert await verify(conn) == []
+            assert (await migrate(conn)).applied == []
+            await conn.close()
