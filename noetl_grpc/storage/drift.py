@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, assert_never
 
 import asyncpg
 
@@ -45,24 +45,22 @@ class Usability:
 
 async def verify(conn: asyncpg.Connection) -> list[Drift]:
     """List what is missing or different, the required first."""
-    catalog = await read_catalog(conn)
-    drift = [*_compare(catalog), *await _missing_privileges(conn, catalog)]
-    return sorted(drift, key=lambda item: not item.required)
+    return await _find_drift(conn, await read_catalog(conn))
 
 
 async def require_usable(conn: asyncpg.Connection) -> Usability:
     """Refuse a schema that the service can't work with, naming the command that mends it."""
-    rights = await read_rights(conn)
-    drift = await verify(conn)
-    if required := [item for item in drift if item.required]:
-        raise SchemaError(await _refusal(conn, rights["database_name"], required))
+    await read_rights(conn)
     catalog = await read_catalog(conn)
+    drift = await _find_drift(conn, catalog)
+    if required := [item for item in drift if item.required]:
+        raise SchemaError(await _refusal(conn, required))
     column, index = (
         next(statement for statement in STATEMENTS if statement.title == title)
         for title in ("column noetl.event.xact_id", "index noetl.idx_event_xact_id")
     )
     return Usability(
-        has_xact_id=not list(_compare_column(catalog, column.columns[0], required=False)),
+        has_xact_id=_has_default(catalog, column.columns[0]),
         has_xact_index=catalog.has(index),
         optional_drift=tuple(drift),
     )
@@ -78,35 +76,70 @@ async def read_rights(conn: asyncpg.Connection) -> asyncpg.Record:
     return rights
 
 
-async def _refusal(conn: asyncpg.Connection, database: str, required: Sequence[Drift]) -> str:
-    lines = [f"the schema of database {database} can't be used:"]
+def _has_default(catalog: Catalog, column: Column) -> bool:
+    found = catalog.columns.get((column.table, column.name))
+    return found is not None and (found.type, found.default) == (column.type, column.default)
+
+
+async def _refusal(conn: asyncpg.Connection, required: Sequence[Drift]) -> str:
+    rights = await conn.fetchrow(queries["rights"])
+    lines = [f"the schema of database {rights['database_name']} can't be used:"]
     lines += [f"  {item}" for item in required]
     lines.append("Run `noetl-grpc migrate` to add what is missing.")
+    if any(item.sql is None for item in required):
+        lines.append("What is there and different has to be altered by hand.")
     tables = sorted({statement.table for statement in STATEMENTS})
-    foreign = {row["name"] for row in await conn.fetch(queries["not_owned"], tables)}
-    rights = await conn.fetchrow(queries["rights"])
-    if foreign or not rights["creates_tables"]:
-        lines.append("This role may not do all of it. Somebody who owns these tables can run:")
+    if not rights["creates_tables"] or await conn.fetch(queries["not_owned"], tables):
+        lines.append("This role may not do all of it. The owner of NoETL's tables can run:")
         lines += [item.sql for item in required if item.sql]
     return "\n".join(lines)
 
 
+async def _find_drift(conn: asyncpg.Connection, catalog: Catalog) -> list[Drift]:
+    drift = [*_compare(catalog), *await _missing_privileges(conn, catalog)]
+    return sorted(drift, key=lambda item: not item.required)
+
+
 def _compare(catalog: Catalog) -> Iterator[Drift]:
     for statement in STATEMENTS:
-        if statement.kind is Kind.TABLE and catalog.has(statement):
-            for column in statement.columns:
-                yield from _compare_column(catalog, column, required=statement.required)
-            for constraint in statement.constraints:
-                yield from _compare_constraint(catalog, constraint)
-            yield from _compare_partitioning(catalog, statement)
-        elif statement.kind is Kind.COLUMN and statement.table in catalog.relations:
-            yield from _compare_column(catalog, statement.columns[0], required=statement.required)
-        elif statement.kind is Kind.INDEX and statement.table in catalog.relations:
-            yield from _compare_index(catalog, statement)
-        elif statement.kind not in (Kind.SEQUENCE, Kind.PARTITION, Kind.OWNERSHIP) and not catalog.has(
-            statement
-        ):
-            yield Drift(statement.title, "is missing", statement.required, f"{statement.sql};")
+        is_there = statement.table in catalog.relations
+        match statement.kind:
+            case Kind.TABLE if is_there:
+                for column in statement.columns:
+                    yield from _compare_column(catalog, column, required=statement.required)
+                for constraint in statement.constraints:
+                    yield from _compare_constraint(catalog, constraint)
+                yield from _compare_partitioning(catalog, statement)
+            case Kind.TABLE:
+                yield Drift(statement.title, "is missing", statement.required, _creation(catalog, statement))
+            case Kind.COLUMN:
+                yield from _compare_column(catalog, statement.columns[0], required=statement.required)
+            case Kind.INDEX:
+                yield from _compare_index(catalog, statement)
+            case Kind.SCHEMA | Kind.FUNCTION | Kind.ROWS:
+                if not catalog.has(statement):
+                    yield Drift(statement.title, "is missing", statement.required, f"{statement.sql};")
+            case Kind.SEQUENCE | Kind.PARTITION | Kind.OWNERSHIP:
+                pass  # They come with their table.
+            case _:
+                assert_never(statement.kind)
+
+
+def _creation(catalog: Catalog, table: Statement) -> str:
+    """The statements that make a table with all that comes with it."""
+    needed = [table]
+    for item in reversed(STATEMENTS):
+        is_named = item.kind in (Kind.SEQUENCE, Kind.FUNCTION) and any(
+            item.name in other.sql for other in needed
+        )
+        if is_named and not catalog.has(item):
+            needed.insert(0, item)
+    needed += [
+        item
+        for item in STATEMENTS
+        if item.kind in (Kind.PARTITION, Kind.OWNERSHIP) and item.table == table.name
+    ]
+    return "\n".join(f"{item.sql};" for item in needed)
 
 
 def _compare_column(catalog: Catalog, column: Column, *, required: bool) -> Iterator[Drift]:
@@ -167,10 +200,12 @@ def _compare_index(catalog: Catalog, statement: Statement) -> Iterator[Drift]:
 
 
 async def _missing_privileges(conn: asyncpg.Connection, catalog: Catalog) -> list[Drift]:
+    rights = await read_rights(conn)
     wanted = [
         (relation, privilege, required)
         for relation, levels in PRIVILEGES.items()
-        if relation in catalog.relations
+        # What the role will make itself it will also own.
+        if relation in catalog.relations or not rights["creates_tables"]
         for privileges, required in zip(levels, (True, False), strict=True)
         for privilege in privileges
     ]
@@ -181,7 +216,7 @@ async def _missing_privileges(conn: asyncpg.Connection, catalog: Catalog) -> lis
     for relation, privilege, required in wanted:
         if (relation, privilege) not in granted:
             lacking[relation, required] = (*lacking.get((relation, required), ()), privilege)
-    return [
+    drift = [
         Drift(
             f"privilege {', '.join(words)} on {relation}",
             "is missing",
@@ -190,3 +225,7 @@ async def _missing_privileges(conn: asyncpg.Connection, catalog: Catalog) -> lis
         )
         for (relation, required), words in lacking.items()
     ]
+    if not rights["uses_schema"]:
+        sql = f"GRANT USAGE ON SCHEMA noetl TO {role};"
+        drift.insert(0, Drift("privilege USAGE on schema noetl", "is missing", True, sql))
+    return drift

@@ -210,7 +210,8 @@ class _Migration:
     async def _build(self, index: Statement, statement: str) -> None:
         self.say(f"{statement} (waits for transactions that are open now)")
         # It keeps no writer waiting, so it may wait itself; what it waits for is a lock to PostgreSQL too.
-        await self.conn.execute(f"SET lock_timeout = {round(self.lock_patience_seconds * 1000)}")
+        patience_ms = max(1, round(self.lock_patience_seconds * 1000))
+        await self.conn.execute(f"SET lock_timeout = {patience_ms}")
         for attempt in range(1, _BUILD_TRIES_MAX + 1):
             await self._drop_unfinished(index)
             try:

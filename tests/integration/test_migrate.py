@@ -432,9 +432,35 @@ async def test_a_role_without_any_right_is_told_everything(
     report = await migrate(service)
 
     assert report.applied == []
-    assert "table noetl.log_cursor" in {item.what for item in report.missing}
-    with pytest.raises(SchemaError, match=r"CREATE TABLE IF NOT EXISTS noetl\.log_cursor"):
+    assert {"table noetl.log_cursor", "privilege USAGE on schema noetl"} <= {
+        item.what for item in report.missing
+    }
+    with pytest.raises(SchemaError, match=r"CREATE TABLE IF NOT EXISTS noetl\.log_cursor") as refusal:
         await require_usable(service)
+    owner = await connect(existing)
+    _, _, sql = str(refusal.value).partition("can run:\n")
+    for statement in sql.removesuffix(";").split(";\n"):
+        await owner.execute(statement)
+    assert not (await require_usable(service)).has_xact_id
+
+
+async def test_a_role_without_any_right_on_an_empty_database_is_told_everything(
+    empty: str, connect: Connect, stranger_role: str
+) -> None:
+    service, owner = await connect(empty, stranger_role), await connect(empty)
+
+    report = await migrate(service)
+
+    assert report.applied == []
+    with pytest.raises(SchemaError) as refusal:
+        await require_usable(service)
+    _, _, sql = str(refusal.value).partition("can run:\n")
+    await owner.execute(sql.replace(" CONCURRENTLY", ""))
+    assert (
+        await owner.fetchval("SELECT count(*) FROM pg_inherits WHERE inhparent = 'noetl.event'::regclass")
+        == 16
+    )
+    assert not (await require_usable(service)).has_xact_id
 
 
 async def test_a_role_that_may_not_write_is_told_the_grant(
@@ -635,13 +661,10 @@ async def test_the_oldest_server_we_support_prints_the_same_schema() -> None:
     except LaunchError:
         pytest.skip("PostgreSQL 15 is not installed")
     async with Postgres(binaries=binaries, durable=False) as oldest:
-        for statements in ("", NOETL_4_26):
-            conn = await asyncpg.connect(oldest.url())
-            await conn.execute(f"DROP SCHEMA IF EXISTS noetl CASCADE; {statements}")
+        conn = await asyncpg.connect(oldest.url())
 
-            report = await migrate(conn)
+        report = await migrate(conn)
 
-            assert report.missing == []
-            assert await verify(conn) == []
-            assert (await migrate(conn)).applied == []
-            await conn.close()
+        assert report.missing == []
+        assert (await migrate(conn)).applied == []
+        await conn.close()

@@ -11,6 +11,7 @@ CREATE SEQUENCE IF NOT EXISTS noetl.snowflake_seq;
 
 -- Ids for hand-written SQL: milliseconds since 2024 << 23, shard 1 << 18, a counter below 1024. The service and
 -- NoETL's own servers mint theirs in another layout (milliseconds << 22): the two are not comparable.
+-- optional
 CREATE OR REPLACE FUNCTION noetl.snowflake_id() RETURNS bigint LANGUAGE sql VOLATILE AS $$
     SELECT ((floor(extract(epoch FROM clock_timestamp()) * 1000)::bigint - 1704067200000) << 23)
         | (1::bigint << 18)

@@ -64,9 +64,15 @@ WHERE CASE
 END;
 
 -- name: rights
--- The server, and what the session's role may do at all.
-SELECT coalesce(has_schema_privilege(to_regnamespace('noetl')::oid, 'USAGE'), false) AS uses_schema,
-    coalesce(has_schema_privilege(to_regnamespace('noetl')::oid, 'CREATE'), false) AS creates_tables,
+-- The server, and what the session's role may do at all; where there is no schema yet, in one of its own.
+SELECT coalesce(
+        has_schema_privilege(to_regnamespace('noetl')::oid, 'USAGE'),
+        has_database_privilege(current_database(), 'CREATE')
+    ) AS uses_schema,
+    coalesce(
+        has_schema_privilege(to_regnamespace('noetl')::oid, 'CREATE'),
+        has_database_privilege(current_database(), 'CREATE')
+    ) AS creates_tables,
     current_setting('server_version_num')::int AS server_version_num,
     current_setting('server_version') AS server_version,
     current_database()::text AS database_name,
