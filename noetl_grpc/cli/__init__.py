@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from noetl_grpc.cli import measure, run, schema
+from noetl_grpc.cli import measure, run, schema, token
 from noetl_grpc.errors import SchemaError, SettingsError
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ app = typer.Typer(
 )
 for part in (run.app, schema.app, measure.app):
     app.registered_commands += part.registered_commands
+app.add_typer(token.app, name="token")
 
 
 def _show_version(wanted: bool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ import typer
 from rich.console import Console
 
 from noetl_grpc import logs
+from noetl_grpc.cli.files import write_atomically
 from noetl_grpc.cli.loop import run as run_loop
 from noetl_grpc.settings import Settings
 
@@ -162,7 +162,7 @@ def _kept_token(path: Path) -> str:
     if path.exists():
         return path.read_text().strip()
     token = secrets.token_urlsafe(24)
-    _write_atomically(path, token + "\n")
+    write_atomically(path, token + "\n")
     return token
 
 
@@ -175,15 +175,7 @@ def _write_ready_file(path: Path, running: Server, token: str, local: _Local) ->
         "metrics_url": running.metrics_url,
         "pid": os.getpid(),
     }
-    _write_atomically(path, orjson.dumps(document, option=orjson.OPT_INDENT_2).decode() + "\n")
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    """Readable by its owner alone, and never half written."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    with os.fdopen(handle, "w") as file:
-        file.write(text)
-    os.replace(temporary, path)
+    write_atomically(path, orjson.dumps(document, option=orjson.OPT_INDENT_2).decode() + "\n")
 
 
 def _greet(console: Console, running: Server, token: str, data_dir: Path) -> None:

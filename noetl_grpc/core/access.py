@@ -167,6 +167,24 @@ def parse_tokens(document: Any) -> dict[bytes, Caller]:
     return callers
 
 
+def token_entry(
+    *,
+    name: str,
+    sha256: str,
+    scopes: Iterable[str],
+    tenants: Iterable[Tenant] = (),
+    expires_at: datetime | None = None,
+) -> dict[str, Any]:
+    """An entry of a tokens file, as `parse_tokens` reads it."""
+    entry: dict[str, Any] = {"name": name, "sha256": sha256, "scopes": sorted(set(scopes))}
+    bound = sorted({(tenant.tenant_id, tenant.organization_id) for tenant in tenants})
+    if bound:
+        entry["tenants"] = [{"tenant_id": one, "organization_id": other} for one, other in bound]
+    if expires_at is not None:
+        entry["expires_at"] = expires_at.isoformat()
+    return entry
+
+
 def _parse_token(where: str, entry: Any) -> tuple[bytes, Caller]:
     if not isinstance(entry, dict):
         raise InvalidRequest(where, "must be an object")
