@@ -6,9 +6,10 @@ that names the variable and what is accepted; nothing is ever replaced by a defa
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
@@ -16,6 +17,10 @@ from urllib.parse import quote, urlsplit
 from noetl_grpc.errors import SettingsError
 
 T = TypeVar("T")
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+#: Where `noetl-grpc dev` says, in the folder it was started in, how to reach it.
+DEV_READY_FILE = Path(".noetl/ready.json")
 
 _FLAGS = {
     "true": True,
@@ -443,6 +448,57 @@ class Settings:
     def direct(self) -> tuple[str, ...]:
         """One URL per shard on which session locks work."""
         return self.direct_urls or self.shards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientSettings:
+    """Where a client finds its server, and how it is let in."""
+
+    address: str = setting(
+        "NOETL_GRPC_ADDRESS", "", _text, "host:port of the server; default 127.0.0.1:50051."
+    )
+    token: str = setting("NOETL_INTERNAL_API_TOKEN", "", _text, "The token to send.", secret=True)
+    tls: bool = setting("NOETL_GRPC_TLS", "false", _flag, "Whether the server is reached by TLS.")
+    tls_authorities: Path | None = setting(
+        "NOETL_GRPC_TLS_CA",
+        "",
+        _file,
+        "PEM authorities of the server's certificate; default the system's. Turns TLS on.",
+    )
+    tls_certificate: Path | None = setting(
+        "NOETL_GRPC_TLS_CERT",
+        "",
+        _file,
+        "PEM certificate of this client, for a server that asks for one. Turns TLS on.",
+    )
+    tls_key: Path | None = setting("NOETL_GRPC_TLS_KEY", "", _file, "PEM private key of this client.")
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] = os.environ, *, folder: Path = Path()) -> ClientSettings:
+        """What the environment says; where it is silent, what `noetl-grpc dev` running in the folder says."""
+        settings = cls(**_parse(cls, env))
+        if (settings.tls_certificate is None) != (settings.tls_key is None):
+            raise SettingsError(
+                "NOETL_GRPC_TLS_CERT and NOETL_GRPC_TLS_KEY belong together; set both or neither"
+            )
+        return settings.completed(folder)
+
+    def completed(self, folder: Path = Path()) -> ClientSettings:
+        """With the address and token of a development server filled in, but its token sent to nobody else."""
+        running = _dev_server(folder / DEV_READY_FILE)
+        address = self.address or running.get("address", DEFAULT_ADDRESS)
+        token = self.token or (running.get("token", "") if address == running.get("address") else "")
+        return replace(self, address=address, token=token)
+
+
+def _dev_server(ready_file: Path) -> dict[str, str]:
+    try:
+        document = json.loads(ready_file.read_text())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(document, dict):
+        return {}
+    return {key: value for key, value in document.items() if isinstance(value, str)}
 
 
 def _parse(cls: type, env: Mapping[str, str]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import asyncpg
 import grpc
 import pytest
 
+from noetl_grpc import NoetlClient
 from noetl_grpc import server as servers
 from noetl_grpc.dev.nats import Nats
 from noetl_grpc.dev.postgres import Postgres
@@ -130,6 +131,13 @@ CHANNEL_OPTIONS = (
 async def channel(server: servers.Server) -> AsyncIterator[grpc.aio.Channel]:
     """An open channel to the server; calls pass `metadata=AUTHORIZATION`."""
     async with grpc.aio.insecure_channel(server.address, options=CHANNEL_OPTIONS) as opened:
+        yield opened
+
+
+@pytest.fixture
+async def client(server: servers.Server) -> AsyncIterator[NoetlClient]:
+    """The typed client of the server."""
+    async with NoetlClient(server.address, token=TOKEN) as opened:
         yield opened
 
 

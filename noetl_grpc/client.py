@@ -1,1 +1,0 @@
-"""The typed client: dataclasses out, our errors raised; knows nothing of server, storage or services."""
