@@ -297,7 +297,6 @@ async def _require_schema(pool: Pool) -> None:
         for drift in usability.optional_drift:
             logger.warning("database %s: %s; `noetl-grpc migrate --verify` tells more", pool.name, drift)
         await migrate.ensure_partitions(conn, now=datetime.now(UTC))
-        await migrate.ensure_partitions(conn, now=datetime.now(UTC))
 
 
 async def _until_reachable(pool: Pool, attempt: Callable[[], Awaitable[None]]) -> None:

@@ -94,8 +94,14 @@ async def migrate(
 
 @dataclass(frozen=True, slots=True)
 class _Addition:
-    title: str
+    """What is added together or not at all."""
+
+    titles: tuple[str, ...]
     sql: str
+
+    @classmethod
+    def of(cls, *statements: Statement) -> _Addition:
+        return cls(tuple(item.title for item in statements), ";\n".join(item.sql for item in statements))
 
 
 @dataclass(slots=True)
@@ -109,7 +115,7 @@ class _Migration:
     failures: dict[str, str] = field(default_factory=dict)
 
     async def create_what_is_new(self, catalog: Catalog) -> None:
-        """Make the tables that are not there, each with all that belongs to it, or nothing."""
+        """Make the tables that are not there: all of them, else each with all that belongs to it or not at all."""
         tables = {item.name for item in STATEMENTS if item.kind is Kind.TABLE and not catalog.has(item)}
         new = [
             item
@@ -123,28 +129,29 @@ class _Migration:
             if item.kind is Kind.SEQUENCE and not catalog.has(item) and item.name in text
         ]
         wanted = [item for item in STATEMENTS if item in new or item in sequences]
-        await self._add([_Addition(item.title, item.sql) for item in wanted], table=None)
+        together = {item.table: [other for other in wanted if other.table == item.table] for item in wanted}
+        await self._add([_Addition.of(*group) for group in together.values()], table=None)
 
     async def complete_tables(self, catalog: Catalog) -> None:
         """Add columns and rows, and indexes of partitioned tables without their parts, to what was there."""
         for table in dict.fromkeys(item.table for item in STATEMENTS if item.table in catalog.relations):
             belonging = [item for item in STATEMENTS if item.table == table]
             additions = [
-                _Addition(column.title, f"ALTER TABLE {table} ADD COLUMN IF NOT EXISTS {column.sql}")
+                _Addition((column.title,), f"ALTER TABLE {table} ADD COLUMN IF NOT EXISTS {column.sql}")
                 for item in belonging
                 for column in item.columns
                 if not catalog.has_column(column)
             ]
             if table in catalog.partition_keys:
                 additions += [
-                    _Addition(item.title, only_parent(item))
+                    _Addition((item.title,), only_parent(item))
                     for item in belonging
                     if item.kind is Kind.INDEX and catalog.index(item) is None
                 ]
             await self._add(additions, table=table)
             for item in belonging:
                 if item.kind is Kind.ROWS and not catalog.has(item):
-                    await self._add([_Addition(item.title, item.sql)], table=table)
+                    await self._add([_Addition.of(item)], table=table)
 
     async def build_indexes(self, catalog: Catalog) -> None:
         """Build what indexes are lacking or were left unfinished, while writers go on."""
@@ -170,7 +177,7 @@ class _Migration:
         """Run these in one transaction; if one of them is refused, one by one."""
         if not additions:
             return
-        titles = [item.title for item in additions]
+        titles = [title for item in additions for title in item.titles]
         self.say(f"adding {', '.join(titles)}" if table else "creating tables")
         try:
             await with_short_locks(
