@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from enum import Enum
 from time import monotonic
 
-from noetl_grpc.core.following import Key, Position
+from noetl_grpc.core.following import Key, Page, Position
 from noetl_grpc.errors import DatabaseUnavailable, NoetlError, Overloaded
 from noetl_grpc.storage import cursors
 from noetl_grpc.storage.pool import Connection, Pool
@@ -49,13 +50,13 @@ class Subscription:
         self.execution_id = execution_id
         self.event_types = event_types
         self._capacity = capacity
-        self._pages: deque[tuple[list[Key], Position]] = deque()
+        self._pages: deque[Page] = deque()
         self._waiting = 0
         self._arrived = asyncio.Event()
         self._ended: NoetlError | None = None
 
-    async def next_page(self) -> tuple[list[Key], Position]:
-        """Some keys in the order they became visible, and the position behind them.
+    async def next_page(self) -> Page:
+        """Some events in the order they became visible.
 
         Raises Overloaded once everything has been taken that was kept before this subscriber fell behind.
         """
@@ -64,19 +65,19 @@ class Subscription:
                 raise self._ended
             self._arrived.clear()
             await self._arrived.wait()
-        keys, position = self._pages.popleft()
-        self._waiting -= len(keys)
-        return keys, position
+        page = self._pages.popleft()
+        self._waiting -= len(page.keys)
+        return page
 
-    def put(self, keys: list[Key], position: Position) -> None:
+    def put(self, page: Page) -> None:
         """Add a page, or end the subscription if there is no room for it."""
         if self._ended is not None:
             return
-        if self._waiting + len(keys) > self._capacity and self._pages:
+        if self._waiting + len(page.keys) > self._capacity and self._pages:
             self.end(Overloaded("the stream is read too slowly; read faster and go on with the resume token"))
             return
-        self._pages.append((keys, position))
-        self._waiting += len(keys)
+        self._pages.append(page)
+        self._waiting += len(page.keys)
         self._arrived.set()
 
     def end(self, error: NoetlError) -> None:
@@ -172,8 +173,9 @@ class Follower:
             async with conn.transaction(readonly=True):
                 await cursors.prefer_generic_plans(conn)
                 while self._position.target is not None:
-                    keys, self._position = await cursors.gap_keys(conn, self._position, limit=self._page_size)
-                    self._publish(keys, self._position)
+                    before = self._position
+                    keys, self._position = await cursors.gap_keys(conn, before, limit=self._page_size)
+                    self._publish(Page(keys, before, self._position))
 
     async def _look(self, conn: Connection) -> str:
         snapshot = await cursors.look_at_log(conn)
@@ -188,7 +190,8 @@ class Follower:
         await self._look(conn)
         keys = await cursors.recent_keys(conn, seconds=OVERLAP_SECONDS, limit=OVERLAP_KEYS_MAX)
         if self._position is not None:
-            self._publish([key for key in keys if key not in self._recent], self._position)
+            new = [key for key in keys if key not in self._recent]
+            self._publish(Page(new, self._position, self._position))
         self._recent = dict.fromkeys(keys)
         self._position = Position("")
         self._admit("")
@@ -204,18 +207,18 @@ class Follower:
                 joined.set_result(snapshot)
         self._joining.clear()
 
-    def _publish(self, keys: Sequence[Key], position: Position) -> None:
+    def _publish(self, page: Page) -> None:
         told: dict[Subscription, list[Key]] = {}
-        for key in keys:
+        for key in page.keys:
             for subscription in self._by_execution.get(key.execution_id, ()):
                 told.setdefault(subscription, []).append(key)
             for subscription in self._of_all:
                 told.setdefault(subscription, []).append(key)
-        for subscription, page in told.items():
+        for subscription, keys in told.items():
             types = subscription.event_types
-            wanted = page if types is None else [key for key in page if key.event_type in types]
+            wanted = keys if types is None else [key for key in keys if key.event_type in types]
             if wanted:
-                subscription.put(wanted, position)
+                subscription.put(replace(page, keys=wanted))
 
     def _subscriptions(self) -> list[Subscription]:
         return [*self._of_all, *(each for some in self._by_execution.values() for each in some)]

@@ -63,6 +63,21 @@ class Position:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Some events of one gap, in the order of their places."""
+
+    keys: list[Key]
+    #: where the page was read from, inside its gap
+    before: Position
+    #: where to go on
+    after: Position
+
+    def behind(self, key: Key) -> Position:
+        """The position right behind one of the page's events, for a reader that stops there."""
+        return replace(self.before, at_xact=key.xact_id, at_event=key.event_id)
+
+
 def is_snapshot(text: str) -> bool:
     """Whether PostgreSQL accepts this text as a snapshot."""
     match = _SNAPSHOT.fullmatch(text)

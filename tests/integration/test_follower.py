@@ -60,8 +60,7 @@ async def take(subscription: Subscription, count: int) -> list[int]:
     ids: list[int] = []
     async with asyncio.timeout(10):
         while len(ids) < count:
-            keys, _ = await subscription.next_page()
-            ids += [key.event_id for key in keys]
+            ids += [key.event_id for key in (await subscription.next_page()).keys]
     assert len(ids) == count
     return ids
 
@@ -128,8 +127,7 @@ async def take_all(subscription: Subscription, count: int) -> list[int]:
     ids: list[int] = []
     async with asyncio.timeout(15):
         while len(ids) < count:
-            keys, _ = await subscription.next_page()
-            ids += [key.event_id for key in keys]
+            ids += [key.event_id for key in (await subscription.next_page()).keys]
     return ids
 
 
@@ -237,10 +235,10 @@ async def take_what_was_kept(subscription: Subscription) -> tuple[list[int], Pos
     ids: list[int] = []
     while True:
         try:
-            keys, position = await subscription.next_page()
+            page = await subscription.next_page()
         except Overloaded:
-            return ids, position
-        ids += [key.event_id for key in keys]
+            return ids, page.after
+        ids += [key.event_id for key in page.keys]
 
 
 async def to_now(pool: Pool, position: Position) -> Position:
