@@ -40,6 +40,7 @@ from noetl_grpc.interceptors.errors import MethodTable, OpenStreams, Rim
 from noetl_grpc.metrics import Metrics
 from noetl_grpc.services.intake import Intake
 from noetl_grpc.services.operations import Limits, OperationsServicer, ServerFacts
+from noetl_grpc.services.outbox import Outbox, OutboxServicer
 from noetl_grpc.services.projection import ProjectionServicer
 from noetl_grpc.services.subscription import SubscriptionServicer
 from noetl_grpc.settings import Settings
@@ -155,7 +156,9 @@ async def serving(settings: Settings) -> AsyncIterator[Server]:
             request_bytes_max=Limits().request_bytes,
         )
         methods = MethodTable(rim)
-        _add_services(methods, settings, shards, ids, metrics, health)
+        outbox = Outbox(shards, attempts_max=settings.outbox_attempts_max, metrics=metrics)
+        stack.push_async_callback(outbox.close)
+        _add_services(methods, settings, shards, ids, metrics, health, outbox)
         grpc_server = _grpc_server(settings, rim)
         grpc_server.add_generic_rpc_handlers((methods,))
         port = _listen(grpc_server, settings)
@@ -180,6 +183,7 @@ def _add_services(
     ids: IdSource,
     metrics: Metrics,
     health: Health,
+    outbox: Outbox,
 ) -> None:
     """Register every service. One that is not built yet is its generated base, which answers UNIMPLEMENTED."""
     facts = ServerFacts(
@@ -198,7 +202,7 @@ def _add_services(
         server,
     )
     replay_pb2_grpc.add_ReplayServiceServicer_to_server(replay_pb2_grpc.ReplayServiceServicer(), server)
-    outbox_pb2_grpc.add_OutboxServiceServicer_to_server(outbox_pb2_grpc.OutboxServiceServicer(), server)
+    outbox_pb2_grpc.add_OutboxServiceServicer_to_server(OutboxServicer(outbox), server)
     projection_pb2_grpc.add_ProjectionServiceServicer_to_server(
         ProjectionServicer(shards, intake=Intake(shards), next_id=ids.next_id, metrics=metrics), server
     )

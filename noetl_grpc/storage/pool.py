@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import asyncpg
 import xxhash
@@ -17,6 +17,9 @@ from noetl_grpc.errors import Conflict, DatabaseUnavailable, Overloaded
 Connection: TypeAlias = Any  # asyncpg.Connection or its pool proxy; asyncpg ships no types for either
 
 CONNECT_SECONDS = 5.0
+CONFLICT_TRIES = 3
+
+T = TypeVar("T")
 
 _GONE = (
     asyncpg.PostgresConnectionError,
@@ -206,3 +209,13 @@ async def open_shards(
     if cluster_url in urls:
         return Shards(pools=tuple(pools), cluster=pools[list(urls).index(cluster_url)])
     return Shards(pools=tuple(pools), cluster=await open_pool(cluster_url, "cluster"))
+
+
+async def retry_conflicts(operation: Callable[[], Awaitable[T]], *, tries: int = CONFLICT_TRIES) -> T:
+    """Run a whole operation again when another transaction was faster; whoever calls it has written nothing yet."""
+    for _ in range(tries - 1):
+        try:
+            return await operation()
+        except Conflict:
+            continue
+    return await operation()
