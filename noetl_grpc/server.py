@@ -42,6 +42,7 @@ from noetl_grpc.services.intake import Intake
 from noetl_grpc.services.operations import Limits, OperationsServicer, ServerFacts
 from noetl_grpc.services.outbox import Outbox, OutboxServicer
 from noetl_grpc.services.projection import ProjectionServicer
+from noetl_grpc.services.scaler import ExternalScalerServicer
 from noetl_grpc.services.subscription import SubscriptionServicer
 from noetl_grpc.settings import Settings
 from noetl_grpc.storage import migrate
@@ -208,7 +209,7 @@ def _add_services(
     )
     operations_pb2_grpc.add_OperationsServiceServicer_to_server(OperationsServicer(facts), server)
     externalscaler_pb2_grpc.add_ExternalScalerServicer_to_server(
-        externalscaler_pb2_grpc.ExternalScalerServicer(), server
+        ExternalScalerServicer(shards, tailer_lag_events=_no_lag), server
     )
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
     if settings.reflection:
@@ -219,6 +220,11 @@ def _add_services(
         )
         add_reflection: Any = reflection_pb2_grpc.add_ServerReflectionServicer_to_server
         add_reflection(ReflectionServicer(names), server)
+
+
+async def _no_lag() -> float:
+    """Without a tailer nothing waits for it."""
+    return 0
 
 
 def _grpc_server(settings: Settings, rim: Rim) -> grpc.aio.Server:

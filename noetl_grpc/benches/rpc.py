@@ -1,4 +1,4 @@
-"""How much of a bare grpc.aio's rate is left with auth, metrics, errors and the access log."""
+"""How much of a bare grpc.aio's rate is left with auth, metrics, errors and the access log; and what KEDA pays."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ import time
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from statistics import median
 
+import asyncpg
 import grpc
+from externalscaler import externalscaler_pb2, externalscaler_pb2_grpc
 from noetlpb.v1 import operations_pb2 as pb
 from noetlpb.v1 import operations_pb2_grpc as rpc
 
 from noetl_grpc.benches.frame import Case, Options, faster
 from noetl_grpc.dev.databases import create_database
 from noetl_grpc.dev.postgres import Postgres
+from noetl_grpc.services.scaler import FRESH_SECONDS
 
 SUMMARY = "A unary call through the whole server, against a bare grpc.aio hello-world."
 
@@ -41,7 +45,51 @@ async def run(options: Options) -> list[Case]:
             pair = (await _rate(ours, metadata, calls), await _rate(bare, metadata, calls))
             if number >= 0:  # the first round warms both up
                 measured.append(pair)
-    return [faster("unary", "calls/s", measured, goal=0.80)]
+        cases = [faster("unary", "calls/s", measured, goal=0.80)]
+        if not options.database_url:  # a database of somebody else's is not filled with rows
+            cases.append(await _keda(options, url, ours, bare, metadata))
+    return cases
+
+
+async def _keda(
+    options: Options, url: str, ours: str, bare: str, metadata: tuple[tuple[str, str], ...]
+) -> Case:
+    """What KEDA's GetMetrics takes in front of a large backlog, over a bare call; each answer is a fresh one."""
+    rows, calls = (50_000, 5) if options.quick else (1_000_000, 20)
+    options.progress(f"{rows} pending rows")
+    conn = await asyncpg.connect(url)
+    try:
+        await conn.execute(
+            "INSERT INTO noetl.outbox (event_id, payload) SELECT n, jsonb_build_object('text', repeat('x', 200))"
+            " FROM generate_series(1, $1::int) AS n",
+            rows,
+            timeout=300,
+        )
+        await conn.execute("ANALYZE noetl.outbox", timeout=60)
+    finally:
+        await conn.close()
+    seconds: list[tuple[float, float]] = []
+    async with grpc.aio.insecure_channel(ours) as channel, grpc.aio.insecure_channel(bare) as bare_channel:
+        scaler = externalscaler_pb2_grpc.ExternalScalerStub(channel)
+        hello = rpc.OperationsServiceStub(bare_channel)
+        for number in range(-1, calls):
+            options.progress("keda", max(number, 0), calls)
+            await asyncio.sleep(FRESH_SECONDS * 1.1)
+            began = time.perf_counter()
+            answer = await scaler.GetMetrics(externalscaler_pb2.GetMetricsRequest(), metadata=metadata)
+            between = time.perf_counter()
+            await hello.GetServerInfo(pb.GetServerInfoRequest(), metadata=metadata)
+            if not answer.metricValues[0].metricValue:
+                raise RuntimeError("the backlog was not seen")
+            if number >= 0:  # the first pair warms both up
+                seconds.append((between - began, time.perf_counter() - between))
+    return Case(
+        case="keda",
+        unit="ms",
+        value=median(value for value, _ in seconds) * 1000,
+        control=median(control for _, control in seconds) * 1000,
+        ratio=median(control / value for value, control in seconds),
+    )
 
 
 async def _rate(address: str, metadata: tuple[tuple[str, str], ...], calls: int) -> float:

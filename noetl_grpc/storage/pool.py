@@ -31,6 +31,7 @@ _GONE = (
     asyncpg.ReadOnlySQLTransactionError,
     asyncpg.InvalidAuthorizationSpecificationError,
     asyncpg.InvalidCatalogNameError,
+    asyncpg.ObjectNotInPrerequisiteStateError,  # it takes no connections just now
     ssl.SSLError,
     OSError,
 )
