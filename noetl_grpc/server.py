@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
@@ -159,7 +159,7 @@ async def serving(settings: Settings) -> AsyncIterator[Server]:
         methods = MethodTable(rim)
         outbox = Outbox(shards, attempts_max=settings.outbox_attempts_max, metrics=metrics)
         stack.push_async_callback(outbox.close)
-        _add_services(methods, settings, shards, ids, metrics, health, outbox)
+        _add_services(methods, settings, shards, ids, metrics, health, outbox, followers)
         grpc_server = _grpc_server(settings, rim)
         grpc_server.add_generic_rpc_handlers((methods,))
         port = _listen(grpc_server, settings)
@@ -185,6 +185,7 @@ def _add_services(
     metrics: Metrics,
     health: Health,
     outbox: Outbox,
+    followers: Sequence[Follower],
 ) -> None:
     """Register every service. One that is not built yet is its generated base, which answers UNIMPLEMENTED."""
     facts = ServerFacts(
@@ -204,8 +205,9 @@ def _add_services(
     )
     replay_pb2_grpc.add_ReplayServiceServicer_to_server(replay_pb2_grpc.ReplayServiceServicer(), server)
     outbox_pb2_grpc.add_OutboxServiceServicer_to_server(OutboxServicer(outbox), server)
+    intake = Intake(shards, on_stored=lambda shard: followers[shard].wake())
     projection_pb2_grpc.add_ProjectionServiceServicer_to_server(
-        ProjectionServicer(shards, intake=Intake(shards), next_id=ids.next_id, metrics=metrics), server
+        ProjectionServicer(shards, intake=intake, next_id=ids.next_id, metrics=metrics), server
     )
     operations_pb2_grpc.add_OperationsServiceServicer_to_server(OperationsServicer(facts), server)
     externalscaler_pb2_grpc.add_ExternalScalerServicer_to_server(

@@ -9,6 +9,7 @@ from noetlpb.v1 import projection_pb2 as pb
 from noetl_grpc.convert.moments import timestamp_to_pb
 from noetl_grpc.core.envelope import Problem
 from noetl_grpc.core.parking import DeadEvent
+from noetl_grpc.core.retention import Policy, make_policy
 
 
 def rejected_to_pb(problems: Mapping[int, Problem], event_ids: Sequence[int]) -> list[pb.RejectedEvent]:
@@ -17,6 +18,11 @@ def rejected_to_pb(problems: Mapping[int, Problem], event_ids: Sequence[int]) ->
         pb.RejectedEvent(index=row, event_id=event_ids[row], reason=problem.reason, detail=problem.detail)
         for row, problem in sorted(problems.items())
     ]
+
+
+def policy_from_pb(message: pb.PurgePolicy) -> Policy:
+    """What counts as old; raises InvalidRequest."""
+    return make_policy(**{field.name: value for field, value in message.ListFields()})
 
 
 def dead_event_to_pb(event: DeadEvent) -> pb.DeadEvent:

@@ -1,4 +1,4 @@
-"""Which partitions of the event log may be dropped, and which must be made before events need them.
+"""What is old, and which partitions of the event log may be dropped.
 
 A partition's bounds are ids, and an id means a time only in the layout it was made in. NoETL has two, a
 factor of two apart, and partition names don't tell which. Events do: their ids and times agree in one.
@@ -6,24 +6,51 @@ factor of two apart, and partition names don't tell which. Events do: their ids 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from enum import StrEnum
 
-from noetl_grpc.core.snowflake import DATABASE_TIME_SHIFT, TIME_SHIFT, first_id_of, time_of
+from noetl_grpc.core.snowflake import DATABASE_TIME_SHIFT, TIME_SHIFT, time_of
+from noetl_grpc.errors import InvalidRequest
 
 DAYS_MAX = 36_500
 MINUTES_MAX = DAYS_MAX * 24 * 60
-#: How far ahead partitions are made: two quarters, so that a cron job may fail for months unnoticed.
-AHEAD = timedelta(days=183)
 #: How far an event's own time may lie from the time in its id. Readings in the two layouts are years apart.
 AGREEMENT_MAX = timedelta(days=1)
 
-ID_MIN, ID_MAX = -(2**63), 2**63 - 1
 
-_BOUNDS = re.compile(r"FOR VALUES FROM \((MINVALUE|'-?\d+')\) TO \((MAXVALUE|'-?\d+')\)")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """After how long things are old; None is never."""
+
+    command_retention: timedelta | None
+    runtime_staleness: timedelta | None
+    event_retention: timedelta | None
+    outbox_retention: timedelta | None
+
+
+def make_policy(
+    *,
+    command_retention_days: int | None = None,
+    runtime_stale_minutes: int | None = None,
+    event_retention_days: int | None = None,
+    outbox_retention_days: int | None = None,
+) -> Policy:
+    """The policy that was asked for; None takes the default, 0 and less is never, too much is an error."""
+    return Policy(
+        command_retention=_age("command_retention_days", command_retention_days, default=7),
+        runtime_staleness=_age("runtime_stale_minutes", runtime_stale_minutes, default=60, unit="minutes"),
+        event_retention=_age("event_retention_days", event_retention_days, default=0),
+        outbox_retention=_age("outbox_retention_days", outbox_retention_days, default=0),
+    )
+
+
+def _age(field: str, asked: int | None, *, default: int, unit: str = "days") -> timedelta | None:
+    amount = default if asked is None else asked
+    most = MINUTES_MAX if unit == "minutes" else DAYS_MAX
+    if amount > most:
+        raise InvalidRequest(f"policy.{field}", f"must not be above {most}")
+    return timedelta(**{unit: amount}) if amount > 0 else None
 
 
 class KeepReason(StrEnum):
@@ -46,14 +73,6 @@ class Keep:
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
-    """The executions a partition holds: from `lower`, up to but without `upper`."""
-
-    lower: int
-    upper: int
-
-
-@dataclass(frozen=True, slots=True)
 class Newest:
     """The event of a partition with the latest time of its own."""
 
@@ -71,15 +90,6 @@ class Content:
     has_unpublished: bool
 
 
-def parse_bounds(text: str | None) -> Bounds | None:
-    """The bounds as PostgreSQL shows them; None for the default partition and whatever has no end."""
-    match = _BOUNDS.fullmatch(text or "")
-    if match is None or match[2] == "MAXVALUE":
-        return None
-    lower = ID_MIN if match[1] == "MINVALUE" else int(match[1].strip("'"))
-    return Bounds(lower, int(match[2].strip("'")))
-
-
 def time_shift_of(newest: Newest | None) -> int:
     """The layout of the partition's events; the application's when there are none or it is neither."""
     if newest is not None:
@@ -89,11 +99,11 @@ def time_shift_of(newest: Newest | None) -> int:
     return TIME_SHIFT
 
 
-def decide(bounds: Bounds | None, content: Content, *, cutoff: datetime) -> Keep | None:
-    """Why a partition stays; None when it may go."""
-    if bounds is None:
+def decide(upper: int | None, content: Content, *, cutoff: datetime) -> Keep | None:
+    """Why a partition with this upper bound stays; None when it may go."""
+    if upper is None:
         return Keep(KeepReason.UNBOUNDED, "its range has no upper end")
-    end = time_of(bounds.upper, time_shift=time_shift_of(content.newest))
+    end = time_of(upper, time_shift=time_shift_of(content.newest))
     if end > cutoff:
         return Keep(KeepReason.RECENT_EVENTS, f"its range ends at {end:%Y-%m-%dT%H:%M:%SZ}, after the cutoff")
     if content.newest is not None and content.newest.created_at > cutoff:
@@ -108,57 +118,3 @@ def decide(bounds: Bounds | None, content: Content, *, cutoff: datetime) -> Keep
     if content.has_unpublished:
         return Keep(KeepReason.NOT_PUBLISHED, "the tailer has not published all of its events yet")
     return None
-
-
-@dataclass(frozen=True, slots=True)
-class NewPartition:
-    """A partition to make."""
-
-    name: str
-    bounds: Bounds
-
-
-def missing_partitions(
-    existing: Collection[Bounds], *, names: Collection[str], now: datetime, ahead: timedelta = AHEAD
-) -> list[NewPartition]:
-    """What must be made so that ids of either layout have a partition of their own until `now + ahead`."""
-    covered = list(existing)
-    taken = set(names)
-    made: list[NewPartition] = []
-    for shift, ending in ((TIME_SHIFT, ""), (DATABASE_TIME_SHIFT, "_standard")):
-        for start, end in _quarters(now, now + ahead):
-            wanted = Bounds(first_id_of(start, time_shift=shift), first_id_of(end, time_shift=shift))
-            for piece in _uncovered(wanted, covered):
-                name = _free_name(f"event_{start.year}_q{(start.month + 2) // 3}{ending}", taken)
-                taken.add(name)
-                covered.append(piece)
-                made.append(NewPartition(name, piece))
-    return made
-
-
-def _quarters(first: datetime, last: datetime) -> Iterator[tuple[datetime, datetime]]:
-    start = datetime(first.year, (first.month - 1) // 3 * 3 + 1, 1, tzinfo=UTC)
-    while start <= last:
-        end = datetime(start.year + start.month // 10, (start.month + 2) % 12 + 1, 1, tzinfo=UTC)
-        yield start, end
-        start = end
-
-
-def _uncovered(wanted: Bounds, covered: Iterable[Bounds]) -> list[Bounds]:
-    """The parts of a range that no other range holds."""
-    pieces: list[Bounds] = []
-    at = wanted.lower
-    for other in sorted(covered, key=lambda bounds: bounds.lower):
-        if other.upper <= at or other.lower >= wanted.upper:
-            continue
-        if other.lower > at:
-            pieces.append(Bounds(at, other.lower))
-        at = other.upper
-    if at < wanted.upper:
-        pieces.append(Bounds(at, wanted.upper))
-    return pieces
-
-
-def _free_name(name: str, taken: Collection[str]) -> str:
-    candidates: Sequence[str] = (name, *(f"{name}_{number}" for number in range(2, 1000)))
-    return next(candidate for candidate in candidates if candidate not in taken)

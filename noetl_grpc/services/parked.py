@@ -12,7 +12,6 @@ from noetl_grpc.convert.parked import Native, event_from_json
 from noetl_grpc.core.envelope import Problem, Reason, examine
 from noetl_grpc.core.normalise import normalise
 from noetl_grpc.core.parking import DeadEvent
-from noetl_grpc.core.retention import ID_MIN
 from noetl_grpc.services.intake import Delivery, Intake, Outcome, persist, store
 from noetl_grpc.storage import events
 from noetl_grpc.storage.events import Held, Key
@@ -22,6 +21,7 @@ from noetl_grpc.storage.pool import Pool, Shards
 RETRY_ROWS = 500
 TAILER = "tailer"
 
+ID_MIN = -(2**63)
 #: shard, execution_id, event_id
 Place = tuple[int, int, int]
 START: Place = (0, ID_MIN, ID_MIN)

@@ -12,7 +12,7 @@ from noetlpb.v1 import projection_pb2_grpc as rpc
 from noetl_grpc.calls import Context
 from noetl_grpc.convert.events import batch_from_pb, native_from_pb, normalised_to_pb, unfit_to_pb
 from noetl_grpc.convert.parked import event_to_json, native_to_json
-from noetl_grpc.convert.projection import dead_event_to_pb, rejected_to_pb
+from noetl_grpc.convert.projection import dead_event_to_pb, policy_from_pb, rejected_to_pb
 from noetl_grpc.core.envelope import Batch, Problem, examine
 from noetl_grpc.core.normalise import normalise
 from noetl_grpc.core.paging import decode_token, encode_token, page_size
@@ -22,6 +22,7 @@ from noetl_grpc.services.budget import Budget
 from noetl_grpc.services.intake import Delivery, Intake, Outcome
 from noetl_grpc.services.parked import START, ParkedEvents
 from noetl_grpc.storage.pool import Shards
+from noetl_grpc.storage.retention import purge
 
 BATCH_ITEMS_MAX = 10_000
 REQUEST_ID_CHARACTERS_MAX = 128
@@ -38,6 +39,7 @@ class ProjectionServicer(rpc.ProjectionServiceServicer):
     def __init__(
         self, shards: Shards, *, intake: Intake, next_id: Callable[[], int], metrics: Metrics
     ) -> None:
+        self._shards = shards
         self._intake = intake
         self._parked = ParkedEvents(shards, intake)
         self._next_id = next_id
@@ -148,6 +150,28 @@ class ProjectionServicer(rpc.ProjectionServiceServicer):
                     execution_id=execution_id, event_id=event_id, reason=problem.reason, detail=problem.detail
                 )
                 for (execution_id, event_id), problem in sorted(retried.failed.items())
+            ],
+        )
+
+    async def PurgeStale(self, request: pb.PurgeStaleRequest, context: Context) -> pb.PurgeStaleResponse:
+        purged = await purge(self._shards, policy_from_pb(request.policy), is_dry_run=request.dry_run)
+        if not request.dry_run:
+            for table, amount in (
+                ("command", purged.commands),
+                ("runtime", purged.runtimes),
+                ("outbox", purged.outbox_rows),
+                ("event", len(purged.dropped)),
+            ):
+                self._metrics.cleanup_rows_purged.labels(table).inc(amount)
+        return pb.PurgeStaleResponse(
+            commands_purged=purged.commands,
+            runtime_purged=purged.runtimes,
+            outbox_purged=purged.outbox_rows,
+            events_purged=len(purged.dropped),
+            event_partitions_dropped=purged.dropped,
+            partitions_kept=[
+                pb.KeptPartition(partition=name, reason=keep.reason, detail=keep.detail)
+                for name, keep in purged.kept
             ],
         )
 
