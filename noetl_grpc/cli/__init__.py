@@ -7,22 +7,30 @@ from typing import Annotated
 
 import typer
 
-from noetl_grpc.cli import measure, run, schema, token
+from noetl_grpc.cli import measure, outbox, projection, replay, run, schema, subscription, tailer, token
 from noetl_grpc.errors import SchemaError, SettingsError
 
 app = typer.Typer(
     name="noetl-grpc",
     help=(
         "The gRPC service in front of NoETL's event log.\n\n"
-        "Start with [bold]noetl-grpc dev[/bold]: it runs everything on this machine."
+        "Start with [bold]noetl-grpc dev[/bold]: it runs everything on this machine.\n\n"
+        "Exit codes: 0 ok, 1 the answer is no, 2 wrong use, 3 the server is not reachable, 4 the token is refused."
     ),
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-for part in (run.app, schema.app, measure.app):
+for part in (run.app, replay.app, schema.app, measure.app):
     app.registered_commands += part.registered_commands
-app.add_typer(token.app, name="token")
+for name, group in (
+    ("outbox", outbox.app),
+    ("subscription", subscription.app),
+    ("projection", projection.app),
+    ("tailer", tailer.app),
+    ("token", token.app),
+):
+    app.add_typer(group, name=name)
 
 
 def _show_version(wanted: bool) -> None:

@@ -15,6 +15,7 @@ from noetlpb.v1 import subscription_pb2_grpc as rpc
 
 from noetl_grpc.client.channel import Line
 from noetl_grpc.client.mapping import Id, duration, from_pb, number_of
+from noetl_grpc.errors import NotFound
 
 
 class SubscriptionState(StrEnum):
@@ -199,6 +200,20 @@ class SubscriptionClient:
         request = pb.GetSubscriptionRequest(subscription_id=subscription_id)
         answer = await self._line.call(self._stub.GetSubscription, request, timeout=timeout)
         return from_pb(Subscription, answer.subscription)
+
+    async def find(self, path: str) -> Subscription:
+        """The subscription of a path: the living one, else the last there was."""
+        found: Subscription | None = None
+        async for one in self.list(path_prefix=path):
+            if one.path == path and (found is None or found.state is SubscriptionState.DEACTIVATED):
+                found = one
+        if found is None:
+            raise NotFound(
+                f"there is no subscription of {path}",
+                reason="SUBSCRIPTION_NOT_FOUND",
+                metadata={"path": path},
+            )
+        return found
 
     async def list(
         self,
