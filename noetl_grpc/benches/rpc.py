@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
 import time
-from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from statistics import median
 
 import asyncpg
@@ -18,6 +14,7 @@ from noetlpb.v1 import operations_pb2 as pb
 from noetlpb.v1 import operations_pb2_grpc as rpc
 
 from noetl_grpc.benches.frame import Case, Options, faster
+from noetl_grpc.dev.child import child, server_process
 from noetl_grpc.dev.databases import create_database
 from noetl_grpc.dev.postgres import Postgres
 from noetl_grpc.services.scaler import FRESH_SECONDS
@@ -36,8 +33,8 @@ async def run(options: Options) -> list[Case]:
         if not url:
             postgres = await stack.enter_async_context(Postgres(durable=False))
             url = await create_database(postgres, "bench")
-        ours = await stack.enter_async_context(_our_server(url))
-        bare = await stack.enter_async_context(_bare_server())
+        ours = (await stack.enter_async_context(server_process(url, token=TOKEN))).line
+        bare = f"127.0.0.1:{(await stack.enter_async_context(child('noetl_grpc.benches.bare'))).line}"
         metadata = (("authorization", f"Bearer {TOKEN}"),)
         measured: list[tuple[float, float]] = []
         for number in range(-1, rounds):
@@ -105,45 +102,3 @@ async def _rate(address: str, metadata: tuple[tuple[str, str], ...], calls: int)
         began = time.perf_counter()
         await asyncio.gather(*(caller() for _ in range(IN_FLIGHT)))
         return calls / (time.perf_counter() - began)
-
-
-@asynccontextmanager
-async def _bare_server() -> AsyncIterator[str]:
-    async with _child("noetl_grpc.benches.bare", {}) as line:
-        yield f"127.0.0.1:{line}"
-
-
-@asynccontextmanager
-async def _our_server(url: str) -> AsyncIterator[str]:
-    env = {
-        "NOETL_DATABASE_URL": url,
-        "NOETL_INTERNAL_API_TOKEN": TOKEN,
-        "NOETL_GRPC_HOST": "127.0.0.1",
-        "NOETL_GRPC_PORT": "0",
-        "NOETL_METRICS_ADDR": "127.0.0.1:0",
-        "NOETL_DRAIN_SECS": "0",
-    }
-    async with _child("noetl_grpc", env, "serve", "--print-address") as line:
-        yield line
-
-
-@asynccontextmanager
-async def _child(module: str, env: dict[str, str], *arguments: str) -> AsyncIterator[str]:
-    """A Python module in a process of its own; yields the first line it prints."""
-    inherited = {
-        key: value for key, value in os.environ.items() if not key.startswith(("NOETL_", "POSTGRES_"))
-    }
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", module, *arguments, stdout=PIPE, stderr=DEVNULL, env=inherited | env
-    )
-    try:
-        assert process.stdout is not None
-        async with asyncio.timeout(30):
-            line = await process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{module} did not start")
-        yield line.decode().strip()
-    finally:
-        if process.returncode is None:
-            process.terminate()
-        await process.wait()
