@@ -44,6 +44,7 @@ from noetl_grpc.services.outbox import Outbox, OutboxServicer
 from noetl_grpc.services.projection import ProjectionServicer
 from noetl_grpc.services.scaler import ExternalScalerServicer
 from noetl_grpc.services.subscription import SubscriptionServicer
+from noetl_grpc.services.subscription_gauges import SubscriptionGauges
 from noetl_grpc.settings import Settings
 from noetl_grpc.storage import migrate
 from noetl_grpc.storage.ids import IdSource
@@ -149,6 +150,10 @@ async def serving(settings: Settings) -> AsyncIterator[Server]:
         followers = tuple(Follower(pool) for pool in shards.pools)
         for number, follower in enumerate(followers):
             await stack.enter_async_context(background(follower.run, name=f"follower of shard {number}"))
+
+        if settings.metrics_address is not None:
+            gauges = SubscriptionGauges(shards, metrics)
+            await stack.enter_async_context(background(gauges.run, name="subscription gauges"))
 
         streams = OpenStreams(limit=STREAMS_MAX)
         rim = Rim(

@@ -150,3 +150,29 @@ async def outcome_of(call: Any) -> Any:
         return await call
     except NoetlError as error:
         return error
+
+
+async def add_subscriptions(
+    conn: asyncpg.Connection, count: int, *, first_id: int = 400_000_000_000_000_000, path: str = "bulk/"
+) -> list[int]:
+    """Many subscriptions straight in the log, in all states, three events each; their ids."""
+    catalog_id = await add_entry(conn, path.rstrip("/") + str(first_id))
+    await conn.execute(
+        """
+        INSERT INTO noetl.event (execution_id, catalog_id, event_id, event_type, node_name, status, created_at)
+        SELECT $1::bigint + 1000 * s.number, $2, $1::bigint + 1000 * s.number + e.number,
+            CASE e.number WHEN 1 THEN 'subscription.registered' WHEN 2 THEN 'subscription.activated'
+                ELSE (ARRAY['subscription.registered', 'subscription.resumed', 'subscription.paused',
+                    'subscription.draining', 'subscription.deactivated'])[1 + s.number % 5] END,
+            $3::text || s.number,
+            CASE e.number WHEN 1 THEN 'REGISTERED' WHEN 2 THEN 'ACTIVE'
+                ELSE (ARRAY['REGISTERED', 'ACTIVE', 'PAUSED', 'DRAINING', 'DEACTIVATED'])[1 + s.number % 5] END,
+            '2026-01-01'
+        FROM generate_series(0, $4 - 1) AS s (number), generate_series(1, 3) AS e (number)
+        """,
+        first_id,
+        catalog_id,
+        path,
+        count,
+    )
+    return [first_id + 1000 * number for number in range(count)]

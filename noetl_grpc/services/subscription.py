@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from datetime import datetime, timedelta
+from itertools import chain
 from typing import TypeAlias
 
 from noetlpb.v1 import subscription_pb2 as pb
 from noetlpb.v1 import subscription_pb2_grpc as rpc
 
 from noetl_grpc.calls import Context
-from noetl_grpc.convert.subscription import subscription_event_to_pb, subscription_to_pb
+from noetl_grpc.convert.moments import timestamp_to_pb
+from noetl_grpc.convert.subscription import (
+    subscription_event_to_pb,
+    subscription_state_from_pb,
+    subscription_to_pb,
+)
 from noetl_grpc.core import fields, lifecycle, paging
-from noetl_grpc.core.lifecycle import Action, Cause, Subscription
-from noetl_grpc.errors import NotFound
+from noetl_grpc.core.lifecycle import Action, Cause, Report, Subscription
+from noetl_grpc.errors import NotFound, Unavailable
+from noetl_grpc.services.fanout import all_or_raise, ask_every_shard
 from noetl_grpc.services.registration import Registrar
 from noetl_grpc.services.turns import Turns
 from noetl_grpc.storage import subscriptions
-from noetl_grpc.storage.pool import Connection, Shards
+from noetl_grpc.storage.pool import Connection, Pool, Shards
 
 ACTOR_CHARACTERS_MAX = 256
 REASON_CHARACTERS_MAX = 2000
 REQUEST_ID_CHARACTERS_MAX = 128
+RUNTIME_ID_CHARACTERS_MAX = 256
+#: A shard that takes longer to list its page is left out of the answer, and named there.
+SHARD_SECONDS = 10.0
+
+DRAINED = Cause(actor=lifecycle.OURSELVES, reason="drained")
 
 TransitionRequest: TypeAlias = (
     pb.ActivateSubscriptionRequest
@@ -87,6 +100,32 @@ class SubscriptionServicer(rpc.SubscriptionServiceServicer):
             subscription, _ = await _read(conn, subscription_id)
         return pb.GetSubscriptionResponse(subscription=subscription_to_pb(subscription))
 
+    async def ListSubscriptions(
+        self, request: pb.ListSubscriptionsRequest, context: Context
+    ) -> pb.ListSubscriptionsResponse:
+        limit = paging.page_size(request.page_size)
+        states = {subscription_state_from_pb(number, "states") for number in request.states}
+        path_prefix = fields.text(request.path_prefix, "path_prefix")
+        filters = [sorted(state.value for state in states), path_prefix]
+        (after,) = paging.decode_token(request.page_token, filters, shape=[int]) or (0,)
+
+        async def ask(pool: Pool) -> list[Subscription]:
+            async with pool.transaction(readonly=True) as conn:
+                return await subscriptions.list_page(
+                    conn, after=after, states=states, path_prefix=path_prefix, limit=limit + 1
+                )
+
+        answers = await ask_every_shard(self._shards, ask, seconds=self._patience_seconds(context))
+        page, more = _merge([answer for answer in answers if not isinstance(answer, Unavailable)], limit)
+        unreachable = [number for number, answer in enumerate(answers) if isinstance(answer, Unavailable)]
+        if len(unreachable) == len(answers):
+            all_or_raise(answers)
+        return pb.ListSubscriptionsResponse(
+            subscriptions=map(subscription_to_pb, page),
+            next_page_token=paging.encode_token([page[-1].subscription_id], filters) if more else "",
+            unreachable_shards=unreachable,
+        )
+
     async def ListSubscriptionEvents(
         self, request: pb.ListSubscriptionEventsRequest, context: Context
     ) -> pb.ListSubscriptionEventsResponse:
@@ -103,6 +142,24 @@ class SubscriptionServicer(rpc.SubscriptionServiceServicer):
             next_page_token=paging.encode_token([events[limit - 1].event_id], subscription_id)
             if more
             else "",
+        )
+
+    async def HeartbeatSubscription(
+        self, request: pb.HeartbeatSubscriptionRequest, context: Context
+    ) -> pb.HeartbeatSubscriptionResponse:
+        subscription_id = fields.positive_id(request.subscription_id, "subscription_id")
+        report = _report(request)
+        async with self._changing(subscription_id) as (conn, current, now):
+            runtime = lifecycle.renew(current, report, now=now)
+            await subscriptions.save_runtime(conn, subscription_id, runtime)
+            if lifecycle.has_drained(current, report):
+                event = lifecycle.advance(
+                    current, Action.DEACTIVATE, event_id=self._next_id(), now=now, cause=DRAINED
+                )
+                current = lifecycle.subscription_at(await subscriptions.append(conn, event))
+        return pb.HeartbeatSubscriptionResponse(
+            subscription=subscription_to_pb(replace(current, runtime=runtime)),
+            lease_expires_at=timestamp_to_pb(runtime.lease_expires_at),
         )
 
     async def _advance(self, action: Action, request: TransitionRequest) -> Subscription:
@@ -137,6 +194,30 @@ class SubscriptionServicer(rpc.SubscriptionServiceServicer):
             await subscriptions.lock(conn, subscription_id)
             current, now = await _read(conn, subscription_id)
             yield conn, current, now
+
+    def _patience_seconds(self, context: Context) -> float | None:
+        """How long to wait for the slowest shard; the others' answers must still reach the caller in time."""
+        if len(self._shards) == 1:
+            return None
+        remaining = context.time_remaining()
+        return SHARD_SECONDS if remaining is None else min(SHARD_SECONDS, remaining * 0.8)
+
+
+def _merge(answers: Sequence[Sequence[Subscription]], limit: int) -> tuple[list[Subscription], bool]:
+    """The first of all by id, and whether there are more."""
+    found = sorted(chain.from_iterable(answers), key=lambda subscription: subscription.subscription_id)
+    return found[:limit], len(found) > limit
+
+
+def _report(request: pb.HeartbeatSubscriptionRequest) -> Report:
+    return Report(
+        runtime_id=fields.required_text(
+            request.runtime_id, "runtime_id", characters_max=RUNTIME_ID_CHARACTERS_MAX
+        ),
+        lease=fields.lease(seconds=request.lease.seconds, nanos=request.lease.nanos),
+        in_flight=fields.count(request.in_flight, "in_flight") if request.HasField("in_flight") else None,
+        backlog=fields.count(request.backlog, "backlog") if request.HasField("backlog") else None,
+    )
 
 
 async def _read(conn: Connection, subscription_id: int) -> tuple[Subscription, datetime]:

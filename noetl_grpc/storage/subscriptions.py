@@ -118,8 +118,9 @@ async def save_runtime(conn: Connection, subscription_id: int, runtime: Runtime)
 async def list_page(
     conn: Connection, *, after: int, states: Collection[State], path_prefix: str, limit: int
 ) -> list[Subscription]:
-    """Subscriptions behind an id, by id; no states means all."""
+    """Subscriptions behind an id, by id; no states means all. In a transaction of its own: it sets how to plan."""
     words = [state.value for state in states] or None
+    await conn.execute(queries["walk_lifecycle_index"])
     rows = await conn.fetch(queries["list_subscriptions"], after, words, path_prefix, limit)
     return [_subscription(row) for row in rows]
 

@@ -87,7 +87,17 @@ FROM (
     SELECT e.execution_id
     FROM noetl.event AS e
     JOIN noetl.catalog AS c ON c.catalog_id = e.catalog_id
-    WHERE (e.node_name IS NULL OR e.node_name = '')
+    WHERE e.node_name IS NULL
+        AND c.path = $1
+        AND e.event_type IN (
+            'subscription.registered', 'subscription.activated', 'subscription.paused',
+            'subscription.resumed', 'subscription.draining', 'subscription.deactivated'
+        )
+    UNION
+    SELECT e.execution_id
+    FROM noetl.event AS e
+    JOIN noetl.catalog AS c ON c.catalog_id = e.catalog_id
+    WHERE e.node_name = ''
         AND c.path = $1
         AND e.event_type IN (
             'subscription.registered', 'subscription.activated', 'subscription.paused',
@@ -209,9 +219,20 @@ SET runtime_id = excluded.runtime_id,
     last_heartbeat_at = excluded.last_heartbeat_at,
     lease_expires_at = excluded.lease_expires_at;
 
+-- name: walk_lifecycle_index
+-- For this transaction. A page is a short walk along the index, but the planner would rather collect and sort all that
+-- lies behind its beginning; and planning for every partition costs more than the walk. Without the index there is
+-- nothing to walk along, and the planner is right.
+SELECT set_config('enable_sort', 'off', true),
+    set_config('enable_bitmapscan', 'off', true),
+    set_config('max_parallel_workers_per_gather', '0', true),
+    set_config('plan_cache_mode', 'force_generic_plan', true)
+FROM pg_index AS i
+WHERE i.indexrelid = to_regclass('noetl.idx_event_subscription_state') AND i.indisvalid;
+
 -- name: list_subscriptions
 -- A page of subscriptions behind an id. $1 the id, $2 states (null: all), $3 the beginning of the path (empty: any),
--- $4 how many.
+-- $4 how many. After `walk_lifecycle_index`.
 SELECT page.subscription_id,
     page.path,
     page.catalog_id,
