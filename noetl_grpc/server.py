@@ -31,6 +31,7 @@ from noetlpb.v1 import (
 )
 from prometheus_client import start_http_server
 
+from noetl_grpc.certificates import Certificates
 from noetl_grpc.errors import NoetlError, SettingsError
 from noetl_grpc.follower import Follower
 from noetl_grpc.health import Health
@@ -70,6 +71,9 @@ SERVICES = tuple(
 )
 SERVICE_NAMES = tuple(service.full_name for service in SERVICES)
 
+#: What the operations listener serves, to anybody.
+OPS_SERVICES = frozenset({"grpc.health.v1.Health", "externalscaler.ExternalScaler"})
+
 
 class Server:
     """A server that is up. `stop` takes it down in the order that loses no call."""
@@ -77,33 +81,40 @@ class Server:
     def __init__(
         self,
         *,
-        grpc_server: grpc.aio.Server,
+        grpc_servers: Sequence[grpc.aio.Server],
         health: Health,
         streams: OpenStreams,
         settings: Settings,
         port: int,
+        ops_port: int | None,
         metrics_port: int | None,
     ) -> None:
-        self._grpc_server = grpc_server
+        self._grpc_servers = grpc_servers
         self._health = health
         self._streams = streams
         self._settings = settings
         self._metrics_port = metrics_port
         self.port = port
+        self.ops_port = ops_port
 
     @property
     def address(self) -> str:
         """host:port for a client on this machine."""
-        host = self._settings.grpc_host
-        return f"{'127.0.0.1' if host in ('0.0.0.0', '[::]', '::') else host}:{self.port}"
+        return _reachable(self._settings.grpc_host, self.port)
+
+    @property
+    def ops_address(self) -> str:
+        """host:port of the listener without tokens; empty when it is off."""
+        if self.ops_port is None or self._settings.ops_address is None:
+            return ""
+        return _reachable(self._settings.ops_address[0], self.ops_port)
 
     @property
     def metrics_url(self) -> str:
         """Where Prometheus finds the metrics; empty when they are off."""
         if self._metrics_port is None or self._settings.metrics_address is None:
             return ""
-        host = self._settings.metrics_address[0]
-        return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{self._metrics_port}/metrics"
+        return f"http://{_reachable(self._settings.metrics_address[0], self._metrics_port)}/metrics"
 
     async def drain(self) -> None:
         """Say NOT_SERVING, keep serving for a while, end the streams, let running calls finish."""
@@ -112,7 +123,11 @@ class Server:
             logger.info("draining: calls are served for another %g s", self._settings.drain_seconds)
             await asyncio.sleep(self._settings.drain_seconds)
         self._streams.end_all()
-        await self._grpc_server.stop(self._settings.grace_seconds)
+        await asyncio.gather(*(server.stop(self._settings.grace_seconds) for server in self._grpc_servers))
+
+
+def _reachable(host: str, port: int) -> str:
+    return f"{'127.0.0.1' if host in ('0.0.0.0', '[::]', '::') else host}:{port}"
 
 
 @asynccontextmanager
@@ -165,17 +180,27 @@ async def serving(settings: Settings) -> AsyncIterator[Server]:
         outbox = Outbox(shards, attempts_max=settings.outbox_attempts_max, metrics=metrics)
         stack.push_async_callback(outbox.close)
         _add_services(methods, settings, shards, ids, metrics, health, outbox, followers)
-        grpc_server = _grpc_server(settings, rim)
+        checker = TokenChecker(settings.api_token, tokens_file=settings.tokens_file)
+        grpc_server = _grpc_server(AuthInterceptor(checker, deny=rim.denial))
         grpc_server.add_generic_rpc_handlers((methods,))
+        grpc_servers = [grpc_server]
         port = _listen(grpc_server, settings)
+        ops_port = None
+        if settings.ops_address is not None:
+            ops_server = _grpc_server(AuthInterceptor(checker, deny=rim.denial, public_services=OPS_SERVICES))
+            ops_server.add_generic_rpc_handlers((methods.only(OPS_SERVICES),))
+            ops_port = _listen_ops(ops_server, settings.ops_address)
+            grpc_servers.append(ops_server)
         metrics_port = _serve_metrics(settings, metrics, stack)
-        await grpc_server.start()
+        for one in grpc_servers:
+            await one.start()
         server = Server(
-            grpc_server=grpc_server,
+            grpc_servers=grpc_servers,
             health=health,
             streams=streams,
             settings=settings,
             port=port,
+            ops_port=ops_port,
             metrics_port=metrics_port,
         )
         stack.push_async_callback(server.drain)
@@ -234,11 +259,10 @@ async def _no_lag() -> float:
     return 0
 
 
-def _grpc_server(settings: Settings, rim: Rim) -> grpc.aio.Server:
+def _grpc_server(auth: AuthInterceptor) -> grpc.aio.Server:
     limits = Limits()
-    checker = TokenChecker(settings.api_token, tokens_file=settings.tokens_file)
     return grpc.aio.server(
-        interceptors=(AuthInterceptor(checker, deny=rim.denial),),
+        interceptors=(auth,),
         options=(
             ("grpc.max_receive_message_length", limits.message_bytes),
             ("grpc.max_send_message_length", limits.message_bytes),
@@ -270,17 +294,24 @@ def _listen(server: grpc.aio.Server, settings: Settings) -> int:
     try:
         if settings.tls_key is None or settings.tls_certificate is None:
             return server.add_insecure_port(address)
-        credentials = grpc.ssl_server_credentials(
-            [(settings.tls_key.read_bytes(), settings.tls_certificate.read_bytes())],
-            root_certificates=settings.tls_client_ca.read_bytes() if settings.tls_client_ca else None,
-            require_client_auth=settings.tls_client_ca is not None,
+        certificates = Certificates(
+            certificate=settings.tls_certificate, key=settings.tls_key, client_ca=settings.tls_client_ca
         )
-        return server.add_secure_port(address, credentials)
+        return server.add_secure_port(address, certificates.credentials())
     except RuntimeError:
         raise SettingsError(
             f"can't listen on {address}; another process may have that port: choose another NOETL_GRPC_PORT"
             " (0 picks a free one) or NOETL_GRPC_HOST"
         ) from None
+
+
+def _listen_ops(server: grpc.aio.Server, ops_address: tuple[str, int]) -> int:
+    """Never with TLS: the kubelet's probes don't speak it, and nothing secret is served there."""
+    address = ":".join(map(str, ops_address))
+    try:
+        return server.add_insecure_port(address)
+    except RuntimeError:
+        raise SettingsError(f"can't listen on {address}; choose another NOETL_OPS_ADDR, or empty") from None
 
 
 def _serve_metrics(settings: Settings, metrics: Metrics, stack: AsyncExitStack) -> int | None:

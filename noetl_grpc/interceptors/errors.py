@@ -10,7 +10,7 @@ import asyncio
 import inspect
 import logging
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from contextlib import aclosing
 from typing import Any, TypeAlias
 
@@ -38,41 +38,55 @@ logger = logging.getLogger("noetl_grpc")
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
+class OpenStream:
+    """One stream being served."""
+
+    __slots__ = ("is_ended", "is_writing", "task")
+
+    def __init__(self, task: asyncio.Task[Any]) -> None:
+        self.task = task
+        self.is_writing = False
+        self.is_ended = False
+
+    def end(self) -> None:
+        """Interrupt it. One that is just writing ends itself behind the message: gRPC has no status to send before."""
+        self.is_ended = True
+        if not self.is_writing:
+            self.task.cancel()
+
+
 class OpenStreams:
     """The streams being served: bounded in number, and ended together when the server goes away."""
 
     def __init__(self, *, limit: int) -> None:
         self._limit = limit
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._open: set[OpenStream] = set()
         self._ending = False
 
-    def enter(self) -> asyncio.Task[Any]:
+    def enter(self) -> OpenStream:
         """Count the running task in; refuses one too many."""
         if self._ending:
             raise ShuttingDown("the server is shutting down")
-        if len(self._tasks) >= self._limit:
+        if len(self._open) >= self._limit:
             raise Overloaded(
                 f"{self._limit} streams are open, which is the limit; try again later",
                 metadata={"limit": self._limit},
             )
         task = asyncio.current_task()
         assert task is not None
-        self._tasks.add(task)
-        return task
+        stream = OpenStream(task)
+        self._open.add(stream)
+        return stream
 
-    def leave(self, task: asyncio.Task[Any]) -> None:
-        """Count the task out."""
-        self._tasks.discard(task)
+    def leave(self, stream: OpenStream) -> None:
+        """Count it out."""
+        self._open.discard(stream)
 
     def end_all(self) -> None:
         """Interrupt every open stream; each is answered with SHUTTING_DOWN and its resume token."""
         self._ending = True
-        for task in self._tasks:
-            task.cancel()
-
-    def was_ended(self, task: asyncio.Task[Any]) -> bool:
-        """Whether a cancellation that this task sees is ours."""
-        return self._ending and task in self._tasks and task.cancelling() > 0
+        for stream in self._open:
+            stream.end()
 
 
 class Rim:
@@ -150,9 +164,9 @@ class Rim:
         async def serve(raw: Any, context: Any) -> None:
             call = calls.current()
             began = observer.start()
-            task: asyncio.Task[Any] | None = None
+            stream: OpenStream | None = None
             try:
-                task = self._streams.enter()
+                stream = self._streams.enter()
                 request = parse(raw)
                 if call.caller.is_limited and is_unary:
                     authorise_request(call.caller, call.method, request)
@@ -162,15 +176,19 @@ class Rim:
                 else:
                     async with aclosing(responses):
                         async for response in responses:
+                            stream.is_writing = True
                             await context.write(response)
+                            stream.is_writing = False
+                            if stream.is_ended:
+                                raise asyncio.CancelledError
             except BaseException as raised:
-                ended = task is not None and self._streams.was_ended(task)
+                ended = stream is not None and stream.is_ended and isinstance(raised, asyncio.CancelledError)
                 cause = ShuttingDown("the server is shutting down; resume elsewhere") if ended else raised
                 await self._fail(cause, call, context, observer, began)
                 raise
             finally:
-                if task is not None:
-                    self._streams.leave(task)
+                if stream is not None:
+                    self._streams.leave(stream)
             observer.finish(call, grpc.StatusCode.OK, began)
 
         return serve
@@ -244,6 +262,14 @@ class MethodTable(grpc.GenericRpcHandler):
 
     def add_generic_rpc_handlers(self, handlers: Iterable[object]) -> None:
         """The generated code's older way to register the same methods."""
+
+    def only(self, services: Collection[str]) -> MethodTable:
+        """The methods of these services, for a listener that serves no others."""
+        table = MethodTable(self._rim)
+        for method, handler in self._handlers.items():
+            if method[1 : method.rfind("/")] in services:
+                table._handlers[method] = handler
+        return table
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
         """What gRPC asks for each call."""
