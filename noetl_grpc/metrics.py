@@ -127,6 +127,12 @@ class Metrics:
             "noetl_build_info", "1, labelled with the version.", ("version",), (version("noetl-grpc"),)
         ).labels(version("noetl-grpc")).set(1)
 
+    def samples(self) -> Iterable[tuple[str, dict[str, str], float]]:
+        """Every number as it is now."""
+        for family in self.registry.collect():
+            for sample in family.samples:
+                yield sample.name, sample.labels, sample.value
+
     def event_type_label(self, event_type: str) -> str:
         """The label for an event type: itself for the first few hundred, then `other`."""
         if event_type in self._event_types:

@@ -239,7 +239,7 @@ def _add_services(
     projection_pb2_grpc.add_ProjectionServiceServicer_to_server(
         ProjectionServicer(shards, intake=intake, next_id=ids.next_id, metrics=metrics), server
     )
-    operations_pb2_grpc.add_OperationsServiceServicer_to_server(OperationsServicer(facts), server)
+    operations_pb2_grpc.add_OperationsServiceServicer_to_server(OperationsServicer(facts, metrics), server)
     externalscaler_pb2_grpc.add_ExternalScalerServicer_to_server(
         ExternalScalerServicer(shards, tailer_lag_events=_no_lag), server
     )

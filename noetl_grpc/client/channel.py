@@ -74,7 +74,12 @@ REPEATABLE = {
         "ListDeadEvents",
         "RetryDeadEvents",
     },
-    "noetlpb.v1.OperationsService": {"GetServerInfo", "GetTailerStatus", "ReconcileStream"},
+    "noetlpb.v1.OperationsService": {
+        "GetServerInfo",
+        "GetTailerStatus",
+        "GetServerMetrics",
+        "ReconcileStream",
+    },
 }
 
 

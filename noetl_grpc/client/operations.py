@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
@@ -64,6 +65,23 @@ class TailerShardStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class MetricSample:
+    """One number that a server counts or measures."""
+
+    name: str
+    labels: Mapping[str, str]
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class ServerMetrics:
+    """What one process counts; numbers of two instances do not belong together."""
+
+    instance: str
+    samples: tuple[MetricSample, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Reconciled:
     """How the stream compared with the log."""
 
@@ -90,6 +108,14 @@ class OperationsClient:
             self._stub.GetTailerStatus, pb.GetTailerStatusRequest(), timeout=timeout
         )
         return tuple(from_pb(TailerShardStatus, shard) for shard in answer.shards)
+
+    async def server_metrics(
+        self, name_prefixes: Iterable[str] = (), *, timeout: float | None = None
+    ) -> ServerMetrics:
+        """What the process that answers counts and measures."""
+        request = pb.GetServerMetricsRequest(name_prefixes=name_prefixes)
+        answer = await self._line.call(self._stub.GetServerMetrics, request, timeout=timeout)
+        return from_pb(ServerMetrics, answer)
 
     async def reconcile_stream(
         self,

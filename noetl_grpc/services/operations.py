@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import asdict, dataclass
 
 from noetlpb.v1 import operations_pb2 as pb
 from noetlpb.v1 import operations_pb2_grpc as rpc
 
 from noetl_grpc.calls import Context
+from noetl_grpc.errors import InvalidRequest
+from noetl_grpc.metrics import Metrics
+
+PREFIXES_MAX = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +41,9 @@ class ServerFacts:
 class OperationsServicer(rpc.OperationsServiceServicer):
     """Serves noetlpb.v1.OperationsService."""
 
-    def __init__(self, facts: ServerFacts) -> None:
+    def __init__(self, facts: ServerFacts, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._instance = uuid.uuid4().hex
         self._info = pb.GetServerInfoResponse(
             version=facts.version,
             api_version=facts.api_version,
@@ -50,3 +57,18 @@ class OperationsServicer(rpc.OperationsServiceServicer):
         self, request: pb.GetServerInfoRequest, context: Context
     ) -> pb.GetServerInfoResponse:
         return self._info
+
+    async def GetServerMetrics(
+        self, request: pb.GetServerMetricsRequest, context: Context
+    ) -> pb.GetServerMetricsResponse:
+        if len(request.name_prefixes) > PREFIXES_MAX:
+            raise InvalidRequest("name_prefixes", f"must be at most {PREFIXES_MAX}")
+        prefixes = tuple(request.name_prefixes) or ("",)
+        return pb.GetServerMetricsResponse(
+            instance=self._instance,
+            samples=[
+                pb.MetricSample(name=name, labels=labels, value=value)
+                for name, labels, value in self._metrics.samples()
+                if name.startswith(prefixes) and not name.endswith(("_bucket", "_created"))
+            ],
+        )

@@ -184,3 +184,15 @@ async def test_tls_and_client_certificates(
         async with NoetlClient(server.address, token=TOKEN, tls=tls) as client:
             with pytest.raises(Unavailable):
                 await client.operations.server_info()
+
+
+async def test_the_server_tells_its_metrics_to_whoever_has_a_token(client: NoetlClient) -> None:
+    await client.operations.server_info()
+
+    found = await client.operations.server_metrics(["grpc_server_handled", "noetl_outbox_rows"])
+
+    assert {sample.name for sample in found.samples} == {"grpc_server_handled_total", "noetl_outbox_rows"}
+    calls = [sample for sample in found.samples if sample.labels.get("grpc_method") == "GetServerInfo"]
+    assert sum(sample.value for sample in calls if sample.labels["grpc_code"] == "OK") >= 1
+    with pytest.raises(InvalidRequest):
+        await client.operations.server_metrics(["x"] * 101)

@@ -43,7 +43,7 @@ RPCS = {
         <ConsumeOutbox> ListDeadOutboxRows RequeueDeadOutboxRows""",
     "ProjectionService": """ProjectEvents MaterializeEvents AdvanceProjections GetProjection WaitForProjection
         VerifyProjections PurgeStale ListDeadEvents RetryDeadEvents""",
-    "OperationsService": "GetServerInfo GetTailerStatus ReconcileStream",
+    "OperationsService": "GetServerInfo GetTailerStatus GetServerMetrics ReconcileStream",
 }
 
 ENUMS = {

@@ -25,15 +25,17 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bnoetlpb/v1/operations.proto\x12\nnoetlpb.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\x16\n\x14GetServerInfoRequest\"\xba\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x13\n\x0b\x61pi_version\x18\x02 \x01(\t\x12\x14\n\x0c\x66old_version\x18\x03 \x01(\t\x12\x0e\n\x06shards\x18\x04 \x01(\x05\x12+\n\x0btailer_mode\x18\x05 \x01(\x0e\x32\x16.noetlpb.v1.TailerMode\x12(\n\x06limits\x18\x06 \x01(\x0b\x32\x18.noetlpb.v1.ServerLimits\"\x8f\x01\n\x0cServerLimits\x12\x13\n\x0b\x62\x61tch_items\x18\x01 \x01(\x05\x12\x15\n\rexecution_ids\x18\x02 \x01(\x05\x12\x12\n\nclaim_rows\x18\x03 \x01(\x05\x12\x11\n\tpage_size\x18\x04 \x01(\x05\x12\x15\n\rrequest_bytes\x18\x05 \x01(\x03\x12\x15\n\rmessage_bytes\x18\x06 \x01(\x03\"\x18\n\x16GetTailerStatusRequest\"H\n\x17GetTailerStatusResponse\x12-\n\x06shards\x18\x01 \x03(\x0b\x32\x1d.noetlpb.v1.TailerShardStatus\"\xff\x01\n\x11TailerShardStatus\x12\r\n\x05shard\x18\x01 \x01(\x05\x12$\n\x04mode\x18\x02 \x01(\x0e\x32\x16.noetlpb.v1.TailerMode\x12\x0e\n\x06leader\x18\x03 \x01(\x08\x12\x0e\n\x06\x63ursor\x18\x04 \x01(\t\x12\x12\n\nlag_events\x18\x05 \x01(\x03\x12\x13\n\x0blag_seconds\x18\x06 \x01(\x01\x12\x11\n\tin_flight\x18\x07 \x01(\x03\x12\x0e\n\x06parked\x18\x08 \x01(\x03\x12\x12\n\nlast_error\x18\t \x01(\t\x12\x35\n\x11last_published_at\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x7f\n\x16ReconcileStreamRequest\x12)\n\x05since\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12)\n\x05until\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0f\n\x07\x64ry_run\x18\x03 \x01(\x08\"P\n\x17ReconcileStreamResponse\x12\x0f\n\x07\x63hecked\x18\x01 \x01(\x03\x12\x0f\n\x07missing\x18\x02 \x01(\x03\x12\x13\n\x0brepublished\x18\x03 \x01(\x03*v\n\nTailerMode\x12\x1b\n\x17TAILER_MODE_UNSPECIFIED\x10\x00\x12\x18\n\x14TAILER_MODE_DISABLED\x10\x01\x12\x18\n\x14TAILER_MODE_SNAPSHOT\x10\x02\x12\x17\n\x13TAILER_MODE_OVERLAP\x10\x03\x32\xa1\x02\n\x11OperationsService\x12T\n\rGetServerInfo\x12 .noetlpb.v1.GetServerInfoRequest\x1a!.noetlpb.v1.GetServerInfoResponse\x12Z\n\x0fGetTailerStatus\x12\".noetlpb.v1.GetTailerStatusRequest\x1a#.noetlpb.v1.GetTailerStatusResponse\x12Z\n\x0fReconcileStream\x12\".noetlpb.v1.ReconcileStreamRequest\x1a#.noetlpb.v1.ReconcileStreamResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bnoetlpb/v1/operations.proto\x12\nnoetlpb.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\x16\n\x14GetServerInfoRequest\"\xba\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x13\n\x0b\x61pi_version\x18\x02 \x01(\t\x12\x14\n\x0c\x66old_version\x18\x03 \x01(\t\x12\x0e\n\x06shards\x18\x04 \x01(\x05\x12+\n\x0btailer_mode\x18\x05 \x01(\x0e\x32\x16.noetlpb.v1.TailerMode\x12(\n\x06limits\x18\x06 \x01(\x0b\x32\x18.noetlpb.v1.ServerLimits\"\x8f\x01\n\x0cServerLimits\x12\x13\n\x0b\x62\x61tch_items\x18\x01 \x01(\x05\x12\x15\n\rexecution_ids\x18\x02 \x01(\x05\x12\x12\n\nclaim_rows\x18\x03 \x01(\x05\x12\x11\n\tpage_size\x18\x04 \x01(\x05\x12\x15\n\rrequest_bytes\x18\x05 \x01(\x03\x12\x15\n\rmessage_bytes\x18\x06 \x01(\x03\"\x18\n\x16GetTailerStatusRequest\"H\n\x17GetTailerStatusResponse\x12-\n\x06shards\x18\x01 \x03(\x0b\x32\x1d.noetlpb.v1.TailerShardStatus\"\xff\x01\n\x11TailerShardStatus\x12\r\n\x05shard\x18\x01 \x01(\x05\x12$\n\x04mode\x18\x02 \x01(\x0e\x32\x16.noetlpb.v1.TailerMode\x12\x0e\n\x06leader\x18\x03 \x01(\x08\x12\x0e\n\x06\x63ursor\x18\x04 \x01(\t\x12\x12\n\nlag_events\x18\x05 \x01(\x03\x12\x13\n\x0blag_seconds\x18\x06 \x01(\x01\x12\x11\n\tin_flight\x18\x07 \x01(\x03\x12\x0e\n\x06parked\x18\x08 \x01(\x03\x12\x12\n\nlast_error\x18\t \x01(\t\x12\x35\n\x11last_published_at\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"0\n\x17GetServerMetricsRequest\x12\x15\n\rname_prefixes\x18\x01 \x03(\t\"\x90\x01\n\x0cMetricSample\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x34\n\x06labels\x18\x02 \x03(\x0b\x32$.noetlpb.v1.MetricSample.LabelsEntry\x12\r\n\x05value\x18\x03 \x01(\x01\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"W\n\x18GetServerMetricsResponse\x12\x10\n\x08instance\x18\x01 \x01(\t\x12)\n\x07samples\x18\x02 \x03(\x0b\x32\x18.noetlpb.v1.MetricSample\"\x7f\n\x16ReconcileStreamRequest\x12)\n\x05since\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12)\n\x05until\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0f\n\x07\x64ry_run\x18\x03 \x01(\x08\"P\n\x17ReconcileStreamResponse\x12\x0f\n\x07\x63hecked\x18\x01 \x01(\x03\x12\x0f\n\x07missing\x18\x02 \x01(\x03\x12\x13\n\x0brepublished\x18\x03 \x01(\x03*v\n\nTailerMode\x12\x1b\n\x17TAILER_MODE_UNSPECIFIED\x10\x00\x12\x18\n\x14TAILER_MODE_DISABLED\x10\x01\x12\x18\n\x14TAILER_MODE_SNAPSHOT\x10\x02\x12\x17\n\x13TAILER_MODE_OVERLAP\x10\x03\x32\x80\x03\n\x11OperationsService\x12T\n\rGetServerInfo\x12 .noetlpb.v1.GetServerInfoRequest\x1a!.noetlpb.v1.GetServerInfoResponse\x12Z\n\x0fGetTailerStatus\x12\".noetlpb.v1.GetTailerStatusRequest\x1a#.noetlpb.v1.GetTailerStatusResponse\x12]\n\x10GetServerMetrics\x12#.noetlpb.v1.GetServerMetricsRequest\x1a$.noetlpb.v1.GetServerMetricsResponse\x12Z\n\x0fReconcileStream\x12\".noetlpb.v1.ReconcileStreamRequest\x1a#.noetlpb.v1.ReconcileStreamResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'noetlpb.v1.operations_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TAILERMODE']._serialized_start=1004
-  _globals['_TAILERMODE']._serialized_end=1122
+  _globals['_METRICSAMPLE_LABELSENTRY']._loaded_options = None
+  _globals['_METRICSAMPLE_LABELSENTRY']._serialized_options = b'8\001'
+  _globals['_TAILERMODE']._serialized_start=1290
+  _globals['_TAILERMODE']._serialized_end=1408
   _globals['_GETSERVERINFOREQUEST']._serialized_start=76
   _globals['_GETSERVERINFOREQUEST']._serialized_end=98
   _globals['_GETSERVERINFORESPONSE']._serialized_start=101
@@ -46,10 +48,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETTAILERSTATUSRESPONSE']._serialized_end=533
   _globals['_TAILERSHARDSTATUS']._serialized_start=536
   _globals['_TAILERSHARDSTATUS']._serialized_end=791
-  _globals['_RECONCILESTREAMREQUEST']._serialized_start=793
-  _globals['_RECONCILESTREAMREQUEST']._serialized_end=920
-  _globals['_RECONCILESTREAMRESPONSE']._serialized_start=922
-  _globals['_RECONCILESTREAMRESPONSE']._serialized_end=1002
-  _globals['_OPERATIONSSERVICE']._serialized_start=1125
-  _globals['_OPERATIONSSERVICE']._serialized_end=1414
+  _globals['_GETSERVERMETRICSREQUEST']._serialized_start=793
+  _globals['_GETSERVERMETRICSREQUEST']._serialized_end=841
+  _globals['_METRICSAMPLE']._serialized_start=844
+  _globals['_METRICSAMPLE']._serialized_end=988
+  _globals['_METRICSAMPLE_LABELSENTRY']._serialized_start=943
+  _globals['_METRICSAMPLE_LABELSENTRY']._serialized_end=988
+  _globals['_GETSERVERMETRICSRESPONSE']._serialized_start=990
+  _globals['_GETSERVERMETRICSRESPONSE']._serialized_end=1077
+  _globals['_RECONCILESTREAMREQUEST']._serialized_start=1079
+  _globals['_RECONCILESTREAMREQUEST']._serialized_end=1206
+  _globals['_RECONCILESTREAMRESPONSE']._serialized_start=1208
+  _globals['_RECONCILESTREAMRESPONSE']._serialized_end=1288
+  _globals['_OPERATIONSSERVICE']._serialized_start=1411
+  _globals['_OPERATIONSSERVICE']._serialized_end=1795
 # @@protoc_insertion_point(module_scope)

@@ -240,6 +240,104 @@ class TailerShardStatus(message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 @typing.final
+class GetServerMetricsRequest(message.Message):
+    """Request of GetServerMetrics."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    NAME_PREFIXES_FIELD_NUMBER: builtins.int
+    @builtins.property
+    def name_prefixes(self) -> containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Only metrics whose name begins with one of these, at most 100; empty means all."""
+
+    def __init__(
+        self,
+        *,
+        name_prefixes: abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["name_prefixes", b"name_prefixes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class MetricSample(message.Message):
+    """One number."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    @typing.final
+    class LabelsEntry(message.Message):
+        DESCRIPTOR: descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NAME_FIELD_NUMBER: builtins.int
+    LABELS_FIELD_NUMBER: builtins.int
+    VALUE_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """For example `noetl_outbox_claimed_total`."""
+    value: builtins.float
+    """Its value now; counters begin at 0 when the process starts."""
+    @builtins.property
+    def labels(self) -> containers.ScalarMap[builtins.str, builtins.str]:
+        """Its labels, for example `state`."""
+
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        labels: abc.Mapping[builtins.str, builtins.str] | None = ...,
+        value: builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["labels", b"labels", "name", b"name", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class GetServerMetricsResponse(message.Message):
+    """Answer of GetServerMetrics."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    INSTANCE_FIELD_NUMBER: builtins.int
+    SAMPLES_FIELD_NUMBER: builtins.int
+    instance: builtins.str
+    """The process that answered, another one after each start: numbers of two instances do not belong together."""
+    @builtins.property
+    def samples(self) -> containers.RepeatedCompositeFieldContainer[MetricSample]:
+        """In the order of the metrics endpoint; without histograms' buckets and times of creation."""
+
+    def __init__(
+        self,
+        *,
+        instance: builtins.str = ...,
+        samples: abc.Iterable[MetricSample] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["instance", b"instance", "samples", b"samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
 class ReconcileStreamRequest(message.Message):
     """Request of ReconcileStream."""
 

@@ -49,6 +49,11 @@ class OperationsServiceStub:
                 request_serializer=noetlpb_dot_v1_dot_operations__pb2.GetTailerStatusRequest.SerializeToString,
                 response_deserializer=noetlpb_dot_v1_dot_operations__pb2.GetTailerStatusResponse.FromString,
                 _registered_method=True)
+        self.GetServerMetrics = channel.unary_unary(
+                '/noetlpb.v1.OperationsService/GetServerMetrics',
+                request_serializer=noetlpb_dot_v1_dot_operations__pb2.GetServerMetricsRequest.SerializeToString,
+                response_deserializer=noetlpb_dot_v1_dot_operations__pb2.GetServerMetricsResponse.FromString,
+                _registered_method=True)
         self.ReconcileStream = channel.unary_unary(
                 '/noetlpb.v1.OperationsService/ReconcileStream',
                 request_serializer=noetlpb_dot_v1_dot_operations__pb2.ReconcileStreamRequest.SerializeToString,
@@ -78,6 +83,13 @@ class OperationsServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetServerMetrics(self, request, context):
+        """What this process counts and measures, as its metrics endpoint has it: for whoever has a token and no way to that port.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ReconcileStream(self, request, context):
         """Compares the log with the broker's stream and publishes again what the broker lost, parked events included. Safe to
         repeat: what is in the stream is not sent again. UNAVAILABLE BROKER_UNAVAILABLE.
@@ -98,6 +110,11 @@ def add_OperationsServiceServicer_to_server(servicer, server):
                     servicer.GetTailerStatus,
                     request_deserializer=noetlpb_dot_v1_dot_operations__pb2.GetTailerStatusRequest.FromString,
                     response_serializer=noetlpb_dot_v1_dot_operations__pb2.GetTailerStatusResponse.SerializeToString,
+            ),
+            'GetServerMetrics': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetServerMetrics,
+                    request_deserializer=noetlpb_dot_v1_dot_operations__pb2.GetServerMetricsRequest.FromString,
+                    response_serializer=noetlpb_dot_v1_dot_operations__pb2.GetServerMetricsResponse.SerializeToString,
             ),
             'ReconcileStream': grpc.unary_unary_rpc_method_handler(
                     servicer.ReconcileStream,
@@ -164,6 +181,33 @@ class OperationsService:
             '/noetlpb.v1.OperationsService/GetTailerStatus',
             noetlpb_dot_v1_dot_operations__pb2.GetTailerStatusRequest.SerializeToString,
             noetlpb_dot_v1_dot_operations__pb2.GetTailerStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetServerMetrics(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/noetlpb.v1.OperationsService/GetServerMetrics',
+            noetlpb_dot_v1_dot_operations__pb2.GetServerMetricsRequest.SerializeToString,
+            noetlpb_dot_v1_dot_operations__pb2.GetServerMetricsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -24,6 +24,8 @@ class OperationsServiceStub:
     """Versions, shards and limits of this server. Touches no database."""
     GetTailerStatus: aio.UnaryUnaryMultiCallable[operations_pb2.GetTailerStatusRequest, operations_pb2.GetTailerStatusResponse]
     """Where the tailer stands, per shard. A shard out of reach is shown with its last_error."""
+    GetServerMetrics: aio.UnaryUnaryMultiCallable[operations_pb2.GetServerMetricsRequest, operations_pb2.GetServerMetricsResponse]
+    """What this process counts and measures, as its metrics endpoint has it: for whoever has a token and no way to that port."""
     ReconcileStream: aio.UnaryUnaryMultiCallable[operations_pb2.ReconcileStreamRequest, operations_pb2.ReconcileStreamResponse]
     """Compares the log with the broker's stream and publishes again what the broker lost, parked events included. Safe to
     repeat: what is in the stream is not sent again. UNAVAILABLE BROKER_UNAVAILABLE.
@@ -50,6 +52,13 @@ class OperationsServiceServicer:
         context: aio.ServicerContext[operations_pb2.GetTailerStatusRequest, abc.Awaitable[operations_pb2.GetTailerStatusResponse]],
     ) -> abc.Awaitable[operations_pb2.GetTailerStatusResponse]:
         """Where the tailer stands, per shard. A shard out of reach is shown with its last_error."""
+
+    def GetServerMetrics(
+        self,
+        request: operations_pb2.GetServerMetricsRequest,
+        context: aio.ServicerContext[operations_pb2.GetServerMetricsRequest, abc.Awaitable[operations_pb2.GetServerMetricsResponse]],
+    ) -> abc.Awaitable[operations_pb2.GetServerMetricsResponse]:
+        """What this process counts and measures, as its metrics endpoint has it: for whoever has a token and no way to that port."""
 
     def ReconcileStream(
         self,

@@ -25,9 +25,11 @@ from noetl_grpc.errors import InvalidRequest
 PAIRS: list[tuple[type, Any]] = [
     (events.EventEnvelope, event_pb2.EventEnvelope),
     (events.NativeEvent, event_pb2.NativeEvent),
+    (operations.MetricSample, operations_pb2.MetricSample),
     (operations.Reconciled, operations_pb2.ReconcileStreamResponse),
     (operations.ServerInfo, operations_pb2.GetServerInfoResponse),
     (operations.ServerLimits, operations_pb2.ServerLimits),
+    (operations.ServerMetrics, operations_pb2.GetServerMetricsResponse),
     (operations.TailerShardStatus, operations_pb2.TailerShardStatus),
     (outbox.Claim, outbox_pb2.ClaimOutboxBatchResponse),
     (outbox.DeadOutboxFilter, outbox_pb2.DeadOutboxFilter),
