@@ -32,7 +32,9 @@ from noetlpb.v1 import (
 from prometheus_client import start_http_server
 
 from noetl_grpc.certificates import Certificates
+from noetl_grpc.core.fold import FOLD_VERSION
 from noetl_grpc.errors import NoetlError, SettingsError
+from noetl_grpc.extensions import load_registry, load_resolvers
 from noetl_grpc.follower import Follower
 from noetl_grpc.health import Health
 from noetl_grpc.interceptors.access import Observers
@@ -42,7 +44,9 @@ from noetl_grpc.metrics import Metrics
 from noetl_grpc.services.intake import Intake
 from noetl_grpc.services.operations import Limits, OperationsServicer, ServerFacts
 from noetl_grpc.services.outbox import Outbox, OutboxServicer
+from noetl_grpc.services.payloads import FileResolver, PayloadResolver
 from noetl_grpc.services.projection import ProjectionServicer
+from noetl_grpc.services.replay import ReplayServicer
 from noetl_grpc.services.scaler import ExternalScalerServicer
 from noetl_grpc.services.subscription import SubscriptionServicer
 from noetl_grpc.services.subscription_gauges import SubscriptionGauges
@@ -221,7 +225,7 @@ def _add_services(
     facts = ServerFacts(
         version=version("noetl-grpc"),
         api_version=API_VERSION,
-        fold_version="1",
+        fold_version=FOLD_VERSION,
         shards=len(shards),
         limits=Limits(),
     )
@@ -233,7 +237,17 @@ def _add_services(
         ),
         server,
     )
-    replay_pb2_grpc.add_ReplayServiceServicer_to_server(replay_pb2_grpc.ReplayServiceServicer(), server)
+    replay_pb2_grpc.add_ReplayServiceServicer_to_server(
+        ReplayServicer(
+            shards,
+            followers,
+            folding=asyncio.Semaphore(settings.replay_concurrency),
+            registry=load_registry(),
+            resolvers=_payload_resolvers(settings),
+            message_bytes_max=Limits().message_bytes,
+        ),
+        server,
+    )
     outbox_pb2_grpc.add_OutboxServiceServicer_to_server(OutboxServicer(outbox), server)
     intake = Intake(shards, on_stored=lambda shard: followers[shard].wake())
     projection_pb2_grpc.add_ProjectionServiceServicer_to_server(
@@ -257,6 +271,12 @@ def _add_services(
 async def _no_lag() -> float:
     """Without a tailer nothing waits for it."""
     return 0
+
+
+def _payload_resolvers(settings: Settings) -> list[PayloadResolver]:
+    """Those of the deployment first: ours only knows files."""
+    own = [FileResolver(settings.payload_root)] if settings.payload_root else []
+    return [*load_resolvers(), *own]
 
 
 def _grpc_server(auth: AuthInterceptor) -> grpc.aio.Server:

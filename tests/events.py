@@ -40,3 +40,47 @@ async def write_events(
         row = {name: value for name, value in row.items() if value is not None}
         places = ", ".join(f"${number}" for number in range(1, len(row) + 1))
         await conn.execute(f"INSERT INTO noetl.event ({', '.join(row)}) VALUES ({places})", *row.values())
+
+
+_COLUMNS = (
+    "event_id",
+    "event_type",
+    "status",
+    "node_name",
+    "result",
+    "meta",
+    "payload_ref",
+    "stage_id",
+    "frame_id",
+    "command_id",
+    "worker_id",
+    "aggregate_type",
+    "aggregate_id",
+)
+
+
+async def copy_log(conn: asyncpg.Connection, log: Mapping[str, Any]) -> None:
+    """All events of a log at once; a log is what the vectors have as `input`."""
+    tenant, organization = log.get("tenant_id", "default"), log.get("organization_id", "default")
+    await conn.copy_records_to_table(
+        "event",
+        schema_name="noetl",
+        columns=["execution_id", "catalog_id", "tenant_id", "organization_id", *_COLUMNS],
+        records=[
+            (
+                log["execution_id"],
+                CATALOG_ID,
+                tenant,
+                organization,
+                *(_cell(event, name) for name in _COLUMNS),
+            )
+            for event in log["events"]
+        ],
+    )
+
+
+def _cell(event: Mapping[str, Any], name: str) -> Any:
+    value = event.get(name)
+    if name == "event_id":
+        return int(event["event_id"])
+    return json.dumps(value) if name in _JSON and value is not None else value

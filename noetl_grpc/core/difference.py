@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from noetl_grpc.core.canonical import Json, JsonObject, canonical_json
+from noetl_grpc.core.checksums import Steps
 from noetl_grpc.core.fold import SURFACES, Fold
 from noetl_grpc.errors import InvalidRequest
 
 Path = tuple[str, ...]
+
+_ENTRIES_PER_STEP = 50
 
 
 class Missing:
@@ -88,6 +91,23 @@ def differences(before: Json, after: Json, path: Path = ()) -> Iterator[Change]:
                 yield Change((*path, str(index)), before[index], MISSING)
         else:
             yield Change(path, before, after)
+
+
+def difference_steps(before: JsonObject, after: JsonObject) -> Steps[list[Change]]:
+    """The differences of two states, with a pause after every few entries."""
+    changes: list[Change] = []
+    for key in sorted(before.keys() | after.keys()):
+        if key not in SURFACES:
+            some = {name: {key: state[key]} for name, state in (("b", before), ("a", after)) if key in state}
+            changes += differences(some.get("b", {}), some.get("a", {}))
+            continue
+        for count, entry in enumerate(sorted(before[key].keys() | after[key].keys())):
+            old = {entry: before[key][entry]} if entry in before[key] else {}
+            new = {entry: after[key][entry]} if entry in after[key] else {}
+            changes += differences(old, new, (key,))
+            if count % _ENTRIES_PER_STEP == 0:
+                yield
+    return changes
 
 
 def is_same(one: Json, other: Json) -> bool:

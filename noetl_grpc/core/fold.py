@@ -124,13 +124,25 @@ class Fold:
         self.apply(self.decode(rows))
 
     def decode(self, rows: Sequence[Sequence[Any]]) -> Iterable[tuple[Any, ...]]:
-        """Rows whose columns stand in FoldEvent's order, meta and reference as JSON text, as events."""
+        """Rows that begin with FoldEvent's columns in its order, meta and reference as JSON text, as events."""
         if not rows:
             return ()
-        columns: list[Sequence[Any]] = list(zip(*rows, strict=True))
+        columns: list[Sequence[Any]] = [*zip(*rows, strict=True)]
+        del columns[len(FoldEvent._fields) :]
         for index, name in _JSON_COLUMNS:
             columns[index] = decode_column(columns[index], partial(self._undecodable, columns[0], name))
         return zip(*columns, strict=True)
+
+    def decode_documents(self, rows: Iterable[Mapping[str, Any]], names: Iterable[str]) -> list[JsonObject]:
+        """Rows by column name, with the JSON columns of these names as values."""
+        events = [dict(row) for row in rows]
+        event_ids = [event["event_id"] for event in events]
+        for name in names:
+            texts = [event[name] for event in events]
+            values = decode_column(texts, partial(self._undecodable, event_ids, name))
+            for event, value in zip(events, values, strict=True):
+                event[name] = value
+        return events
 
     def _undecodable(self, event_ids: Sequence[int], name: str, row: int, problem: str) -> None:
         self._numbers.problem(event_ids[row], name, problem)
