@@ -46,10 +46,13 @@ from noetl_grpc.services.operations import Limits, OperationsServicer, ServerFac
 from noetl_grpc.services.outbox import Outbox, OutboxServicer
 from noetl_grpc.services.payloads import FileResolver, PayloadResolver
 from noetl_grpc.services.projection import ProjectionServicer
+from noetl_grpc.services.readmodel import ReadModel
 from noetl_grpc.services.replay import ReplayServicer
 from noetl_grpc.services.scaler import ExternalScalerServicer
+from noetl_grpc.services.seeds import Seeds
 from noetl_grpc.services.subscription import SubscriptionServicer
 from noetl_grpc.services.subscription_gauges import SubscriptionGauges
+from noetl_grpc.services.waiters import Waiters
 from noetl_grpc.settings import Settings
 from noetl_grpc.storage import migrate
 from noetl_grpc.storage.ids import IdSource
@@ -237,12 +240,16 @@ def _add_services(
         ),
         server,
     )
+    registry = load_registry()
+    folding = asyncio.Semaphore(settings.replay_concurrency)
+    seeds = Seeds(registry=registry, metrics=metrics)
     replay_pb2_grpc.add_ReplayServiceServicer_to_server(
         ReplayServicer(
             shards,
             followers,
-            folding=asyncio.Semaphore(settings.replay_concurrency),
-            registry=load_registry(),
+            folding=folding,
+            seeds=seeds,
+            registry=registry,
             resolvers=_payload_resolvers(settings),
             message_bytes_max=Limits().message_bytes,
         ),
@@ -251,7 +258,15 @@ def _add_services(
     outbox_pb2_grpc.add_OutboxServiceServicer_to_server(OutboxServicer(outbox), server)
     intake = Intake(shards, on_stored=lambda shard: followers[shard].wake())
     projection_pb2_grpc.add_ProjectionServiceServicer_to_server(
-        ProjectionServicer(shards, intake=intake, next_id=ids.next_id, metrics=metrics), server
+        ProjectionServicer(
+            shards,
+            intake=intake,
+            read_model=ReadModel(shards, seeds=seeds, registry=registry, metrics=metrics, folding=folding),
+            waiters=Waiters(shards),
+            next_id=ids.next_id,
+            metrics=metrics,
+        ),
+        server,
     )
     operations_pb2_grpc.add_OperationsServiceServicer_to_server(OperationsServicer(facts, metrics), server)
     externalscaler_pb2_grpc.add_ExternalScalerServicer_to_server(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from noetl_grpc.core.canonical import Json, JsonObject, copy_json
 from noetl_grpc.core.decode import decode_column
-from noetl_grpc.core.numbers import FoldWarning, Numbers
+from noetl_grpc.core.numbers import FoldWarning, Numbers, all_warnings
 from noetl_grpc.core.payloads import reference_of
 from noetl_grpc.core.rules import TERMINAL, UNKNOWN, FoldRules
 from noetl_grpc.core.surfaces import (
@@ -113,11 +113,24 @@ class Fold:
         }
 
     @property
+    def noted_warnings(self) -> list[FoldWarning]:
+        """What was passed over, as far as it was noted."""
+        return self._numbers.warnings
+
+    @property
+    def warnings_left_out(self) -> int:
+        """How much more was passed over."""
+        return self._numbers.warnings_left_out
+
+    def recall_warnings(self, warnings: Iterable[FoldWarning], left_out: int) -> None:
+        """Take over what the fold of the base passed over, so that going on tells as much as starting anew."""
+        self._numbers.warnings[:0] = warnings
+        self._numbers.warnings_left_out += left_out
+
+    @property
     def warnings(self) -> list[FoldWarning]:
         """What was passed over, at most WARNINGS_MAX of it, and then how much is not listed."""
-        left_out = self._numbers.warnings_left_out
-        more = [FoldWarning(0, "", f"{left_out} more warnings are not listed")] if left_out else []
-        return self._numbers.warnings + more
+        return all_warnings(self.noted_warnings, self.warnings_left_out)
 
     def apply_rows(self, rows: Sequence[Sequence[Any]]) -> None:
         """Fold a page of rows, see `decode`."""

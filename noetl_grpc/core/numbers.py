@@ -22,6 +22,12 @@ class FoldWarning:
     problem: str
 
 
+def all_warnings(noted: Iterable[FoldWarning], left_out: int) -> list[FoldWarning]:
+    """What was noted, and then how much is not listed."""
+    more = [FoldWarning(0, "", f"{left_out} more warnings are not listed")] if left_out else []
+    return [*noted, *more]
+
+
 class Numbers:
     """Reads numbers by one rule set and keeps the warnings."""
 

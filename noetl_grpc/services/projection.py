@@ -12,7 +12,17 @@ from noetlpb.v1 import projection_pb2_grpc as rpc
 from noetl_grpc.calls import Context
 from noetl_grpc.convert.events import batch_from_pb, native_from_pb, normalised_to_pb, unfit_to_pb
 from noetl_grpc.convert.parked import event_to_json, native_to_json
-from noetl_grpc.convert.projection import dead_event_to_pb, policy_from_pb, rejected_to_pb
+from noetl_grpc.convert.projection import (
+    advance_to_pb,
+    dead_event_to_pb,
+    policy_from_pb,
+    projection_to_pb,
+    rejected_to_pb,
+    tenant_from_pb,
+    verified_to_pb,
+    wait_seconds_from_pb,
+)
+from noetl_grpc.convert.replay import scope_from_pb
 from noetl_grpc.core.envelope import Batch, Problem, examine
 from noetl_grpc.core.normalise import normalise
 from noetl_grpc.core.paging import decode_token, encode_token, page_size
@@ -21,10 +31,15 @@ from noetl_grpc.metrics import Metrics
 from noetl_grpc.services.budget import Budget
 from noetl_grpc.services.intake import Delivery, Intake, Outcome
 from noetl_grpc.services.parked import START, ParkedEvents
+from noetl_grpc.services.readmodel import ReadModel
+from noetl_grpc.services.waiters import Waiters
 from noetl_grpc.storage.pool import Shards
+from noetl_grpc.storage.projections import Awaited
+from noetl_grpc.storage.replay import in_steps
 from noetl_grpc.storage.retention import purge
 
 BATCH_ITEMS_MAX = 10_000
+EXECUTION_IDS_MAX = 1000
 REQUEST_ID_CHARACTERS_MAX = 128
 #: Events that are read before other calls get a turn.
 SLICE_ROWS = 500
@@ -37,11 +52,20 @@ class ProjectionServicer(rpc.ProjectionServiceServicer):
     """Serves noetlpb.v1.ProjectionService."""
 
     def __init__(
-        self, shards: Shards, *, intake: Intake, next_id: Callable[[], int], metrics: Metrics
+        self,
+        shards: Shards,
+        *,
+        intake: Intake,
+        read_model: ReadModel,
+        waiters: Waiters,
+        next_id: Callable[[], int],
+        metrics: Metrics,
     ) -> None:
         self._shards = shards
         self._intake = intake
         self._parked = ParkedEvents(shards, intake)
+        self._read_model = read_model
+        self._waiters = waiters
         self._next_id = next_id
         self._metrics = metrics
         self._budget = Budget(WEIGHT_TOTAL)
@@ -113,6 +137,59 @@ class ProjectionServicer(rpc.ProjectionServiceServicer):
             duplicates=outcome.duplicates,
             rejected=rejected_to_pb(outcome.rejected, event_ids),
         )
+
+    async def AdvanceProjections(
+        self, request: pb.AdvanceProjectionsRequest, context: Context
+    ) -> pb.AdvanceProjectionsResponse:
+        tenant = tenant_from_pb(request)
+        _check_executions(request.execution_ids)
+        outcomes = await self._read_model.advance(tenant, request.execution_ids)
+        self._waiters.wake()
+        return advance_to_pb(outcomes)
+
+    async def GetProjection(
+        self, request: pb.GetProjectionRequest, context: Context
+    ) -> pb.GetProjectionResponse:
+        scope = scope_from_pb(request)
+        snapshot, updated_at = await self._read_model.get(tenant_from_pb(request), scope.execution_id)
+        return await in_steps(projection_to_pb(snapshot, updated_at))
+
+    async def WaitForProjection(
+        self, request: pb.WaitForProjectionRequest, context: Context
+    ) -> pb.WaitForProjectionResponse:
+        scope = scope_from_pb(request)
+        if request.event_id <= 0:
+            raise InvalidRequest("event_id", "must be above 0")
+        seconds = wait_seconds_from_pb(request)
+        tenant = tenant_from_pb(request)
+        version = await self._waiters.wait(
+            Awaited(tenant, scope.execution_id, request.event_id), seconds=seconds
+        )
+        if version is not None:
+            return pb.WaitForProjectionResponse(included=True, version=version)
+        return pb.WaitForProjectionResponse(
+            version=await self._read_model.stored_version(tenant, scope.execution_id)
+        )
+
+    async def VerifyProjections(
+        self, request: pb.VerifyProjectionsRequest, context: Context
+    ) -> pb.VerifyProjectionsResponse:
+        tenant = tenant_from_pb(request)
+        _check_executions(request.execution_ids)
+        size = page_size(request.page_size)
+        if request.execution_ids:
+            if request.page_token:
+                raise InvalidRequest("page_token", "can't be combined with execution_ids")
+            results = await self._read_model.verify(tenant, request.execution_ids, repair=request.repair)
+            return verified_to_pb(results)
+        filters = {"tenant": [tenant.tenant_id, tenant.organization_id], "repair": request.repair}
+        place = decode_token(request.page_token, filters, shape=(int,)) or [0]
+        ids = await self._read_model.executions_behind(tenant, behind=place[0], limit=size)
+        results = await self._read_model.verify(tenant, ids, repair=request.repair)
+        response = verified_to_pb(results)
+        if len(ids) == size:
+            response.next_page_token = encode_token([ids[-1]], filters)
+        return response
 
     async def ListDeadEvents(
         self, request: pb.ListDeadEventsRequest, context: Context
@@ -226,6 +303,16 @@ def _check_batch(items: Sized, *, field: str = "events") -> None:
         raise InvalidRequest(
             field, f"must not hold more than {BATCH_ITEMS_MAX} items, and holds {len(items)}"
         )
+
+
+def _check_executions(execution_ids: Sequence[int]) -> None:
+    if len(execution_ids) > EXECUTION_IDS_MAX:
+        raise InvalidRequest(
+            "execution_ids", f"must not hold more than {EXECUTION_IDS_MAX}, and holds {len(execution_ids)}"
+        )
+    for index, execution_id in enumerate(execution_ids):
+        if execution_id <= 0:
+            raise InvalidRequest(f"execution_ids[{index}]", "must be above 0")
 
 
 def _check_text(field: str, text: str, *, length_max: int | None = None) -> None:

@@ -28,15 +28,17 @@ from noetl_grpc.core.cutoff import EVERYTHING, Cutoff, Scope
 from noetl_grpc.core.difference import Cause, parse_pointer
 from noetl_grpc.core.fold import Fold, Identity
 from noetl_grpc.core.rules import FoldRules
+from noetl_grpc.core.snapshots import RULES, Snapshot
 from noetl_grpc.core.upcast import Registry
 from noetl_grpc.errors import InvalidRequest, NotFound, StateTooLarge
 from noetl_grpc.follower import Follower
 from noetl_grpc.services.comparison import Comparison
 from noetl_grpc.services.event_stream import EventStream
 from noetl_grpc.services.payloads import PayloadResolver, resolve_payloads
+from noetl_grpc.services.seeds import Seeds
 from noetl_grpc.storage import log
 from noetl_grpc.storage.pool import Connection, Shards
-from noetl_grpc.storage.replay import fold_log, in_steps
+from noetl_grpc.storage.replay import START, fold_log, in_steps
 
 
 class ReplayServicer(rpc.ReplayServiceServicer):
@@ -48,6 +50,7 @@ class ReplayServicer(rpc.ReplayServiceServicer):
         followers: Sequence[Follower],
         *,
         folding: asyncio.Semaphore,
+        seeds: Seeds,
         registry: Registry,
         resolvers: Sequence[PayloadResolver],
         message_bytes_max: int,
@@ -56,6 +59,7 @@ class ReplayServicer(rpc.ReplayServiceServicer):
         self._shards = shards
         self._followers = followers
         self._folding = folding
+        self._seeds = seeds
         self._registry = registry
         self._resolvers = resolvers
         self._message_bytes_max = message_bytes_max
@@ -65,12 +69,27 @@ class ReplayServicer(rpc.ReplayServiceServicer):
         cutoff = cutoff_from_pb(request)
         if request.limit < 0:
             raise InvalidRequest("limit", "must not be negative")
-        fold = self._new_fold(scope, rules_from_pb(request.rules), projection_from_pb(request.projection))
+        rules, projection = rules_from_pb(request.rules), projection_from_pb(request.projection)
+        may_use_seed = request.use_snapshot or not request.HasField("use_snapshot")
         async with self._folding:
             async with self._snapshot(scope) as conn:
-                reached = await fold_log(conn, fold, scope, cutoff, self._registry, limit=request.limit)
+                seed = None
+                if may_use_seed and rules is RULES and not request.limit:
+                    seed = await self._seeds.find(conn, scope, cutoff)
+                fold = self._new_fold(scope, rules, projection, base=seed)
+                reached = await fold_log(
+                    conn,
+                    fold,
+                    scope,
+                    cutoff,
+                    self._registry,
+                    after_event_id=seed.version if seed else START,
+                    limit=request.limit,
+                )
             checksums = await in_steps(checksums_of(fold.state, keep_text=request.include_canonical_json))
             state = await in_steps(state_to_pb(fold.state, fold.rules, checksums, fold.warnings))
+        if seed is not None:
+            state.seed.version, state.seed.checksum = seed.version, seed.checksum
         if not reached.complete:
             state.complete = False
             state.next_after_event_id = reached.last_event_id
@@ -160,7 +179,7 @@ class ReplayServicer(rpc.ReplayServiceServicer):
         )
 
     def _new_fold(
-        self, scope: Scope, rules: FoldRules, projection: str = "all", base: Fold | None = None
+        self, scope: Scope, rules: FoldRules, projection: str = "all", base: Fold | Snapshot | None = None
     ) -> Fold:
         identity = Identity(
             scope.execution_id,
@@ -169,7 +188,10 @@ class ReplayServicer(rpc.ReplayServiceServicer):
             projection,
             self._registry.digest,
         )
-        return Fold(identity, rules, None if base is None else base.state)
+        fold = Fold(identity, rules, None if base is None else base.state)
+        if isinstance(base, Snapshot):
+            fold.recall_warnings(base.warnings, base.warnings_left_out)
+        return fold
 
     @asynccontextmanager
     async def _snapshot(self, scope: Scope) -> AsyncIterator[Connection]:

@@ -310,7 +310,7 @@ class AdvancedProjection(message.Message):
     changed: builtins.bool
     """Whether this call wrote a snapshot."""
     rebuilt: builtins.bool
-    """Whether it was folded from the first event, because there was no usable snapshot or an event had come late."""
+    """Whether a stored snapshot was folded anew from the first event: it was not usable, or an event had come late."""
     def __init__(
         self,
         *,

@@ -1,0 +1,219 @@
+"""A stored state: how it is written down, and whether a fold may go on from it.
+
+A snapshot row holds the finished state of an execution under the union rules. JSONB keeps no order of keys, and the
+order in which ids were first touched can decide a checksum, so the order is kept beside the state where they differ.
+A seed is used only if it proves to be what we would have folded ourselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import pairwise
+from typing import Any
+
+import orjson
+
+from noetl_grpc.core.canonical import JsonObject, canonical_json
+from noetl_grpc.core.checksums import ALGORITHM, Checksums, Steps, checksums_of
+from noetl_grpc.core.decode import decode_column
+from noetl_grpc.core.fold import CHECKSUM_KEYS, FOLD_VERSION, SURFACES, Fold
+from noetl_grpc.core.following import is_snapshot
+from noetl_grpc.core.numbers import FoldWarning
+from noetl_grpc.core.rules import FoldRules
+
+AGGREGATE_TYPE = "replay_state"
+RULES = FoldRules.UNION
+
+
+class SeedOutcome(StrEnum):
+    """What became of a stored snapshot when a fold looked for one; the label of its metric."""
+
+    USED = "used"
+    ABSENT = "absent"
+    TAMPERED = "tampered"
+    FOLD_VERSION = "fold_version"
+    REGISTRY_DIGEST = "registry_digest"
+    STRAGGLER = "straggler"
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotRow:
+    """A row as it is stored; nothing of it is believed yet."""
+
+    execution_id: int
+    version: int
+    snapshot_json: str
+    checksum: str
+    meta_json: str
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A row whose shape is ours. Its checksum is verified by `proven`."""
+
+    execution_id: int
+    #: Highest event id folded.
+    version: int
+    event_count: int
+    checksum: str
+    #: The database snapshot it was folded from; None where the log has no xact_id.
+    log_snapshot: str | None
+    fold_version: str
+    rules: str
+    registry_digest: str
+    state: JsonObject
+    surface_checksums: dict[str, str]
+    warnings: tuple[FoldWarning, ...]
+    warnings_left_out: int
+
+
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """A state to be stored."""
+
+    execution_id: int
+    state: JsonObject
+    checksums: Checksums
+    log_snapshot: str | None
+    warnings: Sequence[FoldWarning]
+    warnings_left_out: int
+
+    @property
+    def version(self) -> int:
+        """The highest event id folded."""
+        return int(self.state["last_event_id"] or 0)
+
+    @property
+    def event_count(self) -> int:
+        """How many events the state covers."""
+        return int(self.state["event_count"])
+
+
+def aggregate_id(execution_id: int) -> str:
+    """The key of an execution's snapshot, as NoETL's own servers write it."""
+    return f"execution/{execution_id}/all"
+
+
+def execution_id_of(aggregate: str) -> int | None:
+    """The execution of such a key; None for a key of somebody else."""
+    parts = aggregate.split("/")
+    if len(parts) != 3 or parts[0] != "execution" or parts[2] != "all" or not parts[1].isdecimal():
+        return None
+    return int(parts[1])
+
+
+def folded_of(fold: Fold, checksums: Checksums, *, log_snapshot: str | None) -> Folded:
+    """What a finished fold leaves to be stored."""
+    return Folded(
+        execution_id=fold.state["execution_id"],
+        state=fold.state,
+        checksums=checksums,
+        log_snapshot=log_snapshot,
+        warnings=fold.noted_warnings,
+        warnings_left_out=fold.warnings_left_out,
+    )
+
+
+def write(folded: Folded) -> SnapshotRow:
+    """The row of a state."""
+    state = folded.state
+    finished = {
+        **state,
+        "checksum_algorithm": ALGORITHM,
+        "checksum": folded.checksums.value,
+        "projection_checksums": folded.checksums.surfaces,
+    }
+    meta: dict[str, Any] = {
+        "projector": "noetl_grpc",
+        "fold_version": FOLD_VERSION,
+        "rules": RULES.value.name,
+        "upcaster_registry_digest": state["upcaster_registry_digest"],
+        "event_count": folded.event_count,
+        "log_snapshot": folded.log_snapshot,
+    }
+    order = {surface: list(state[surface]) for surface in SURFACES if not _is_in_jsonb_order(state[surface])}
+    if order:
+        meta["order"] = order
+    if folded.warnings:
+        meta["warnings"] = [[item.event_id, item.path, item.problem] for item in folded.warnings]
+        meta["warnings_left_out"] = folded.warnings_left_out
+    return SnapshotRow(
+        execution_id=folded.execution_id,
+        version=folded.version,
+        snapshot_json=canonical_json(finished).decode(),
+        checksum=folded.checksums.value,
+        meta_json=orjson.dumps(meta).decode(),
+    )
+
+
+def read(row: SnapshotRow) -> Snapshot | SeedOutcome:
+    """The snapshot of a row, or why it can't be one of ours."""
+    meta, state = (_object(text) for text in (row.meta_json, row.snapshot_json))
+    if meta is None or state is None:
+        return SeedOutcome.TAMPERED
+    if meta.get("projector") != "noetl_grpc" or meta.get("fold_version") != FOLD_VERSION:
+        return SeedOutcome.FOLD_VERSION
+    surface_checksums = state.get("projection_checksums")
+    event_count, log_snapshot = meta.get("event_count"), meta.get("log_snapshot")
+    if (
+        not isinstance(event_count, int)
+        or not isinstance(surface_checksums, dict)
+        or state.get("event_count") != event_count
+        or state.get("last_event_id") != row.version
+        or state.get("execution_id") != row.execution_id
+        or not (log_snapshot is None or (isinstance(log_snapshot, str) and is_snapshot(log_snapshot)))
+        or not all(isinstance(state.get(surface), dict) for surface in SURFACES)
+        or not isinstance(state.get("execution"), dict)
+    ):
+        return SeedOutcome.TAMPERED
+    try:
+        kept = {key: value for key, value in state.items() if key not in CHECKSUM_KEYS}
+        for surface, keys in meta.get("order", {}).items():
+            kept[surface] = {key: kept[surface][key] for key in keys} | kept[surface]
+        warnings = tuple(
+            FoldWarning(int(item[0]), str(item[1]), str(item[2])) for item in meta.get("warnings", ())
+        )
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError):
+        return SeedOutcome.TAMPERED
+    return Snapshot(
+        execution_id=row.execution_id,
+        version=row.version,
+        event_count=event_count,
+        checksum=row.checksum,
+        log_snapshot=log_snapshot,
+        fold_version=FOLD_VERSION,
+        rules=str(meta.get("rules")),
+        registry_digest=str(meta.get("upcaster_registry_digest")),
+        state=kept,
+        surface_checksums=surface_checksums,
+        warnings=warnings,
+        warnings_left_out=int(meta.get("warnings_left_out") or 0),
+    )
+
+
+def proven(snapshot: Snapshot, *, registry_digest: str, rules: FoldRules) -> Steps[SeedOutcome]:
+    """Whether the stored state hashes to its checksum and was folded as we would fold it."""
+    if snapshot.rules != rules.value.name:
+        return SeedOutcome.FOLD_VERSION
+    if snapshot.registry_digest != registry_digest:
+        return SeedOutcome.REGISTRY_DIGEST
+    try:
+        checksums = yield from checksums_of(snapshot.state)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return SeedOutcome.TAMPERED
+    if checksums.value != snapshot.checksum or checksums.surfaces != snapshot.surface_checksums:
+        return SeedOutcome.TAMPERED
+    return SeedOutcome.USED
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    problems: list[str] = []
+    (value,) = decode_column([text], lambda _, problem: problems.append(problem))
+    return value if isinstance(value, dict) and not problems else None
+
+
+def _is_in_jsonb_order(surface: Mapping[str, Any]) -> bool:
+    keys = [(len(key.encode()), key.encode()) for key in surface]
+    return all(left < right for left, right in pairwise(keys))

@@ -1,0 +1,310 @@
+"""The read model: snapshots that follow the log, only ever forwards, and can prove it.
+
+A snapshot is folded inside one REPEATABLE READ transaction, which also tells the database snapshot it was folded from.
+What that snapshot shows is in the state and nothing else is; so a straggler, however late, is seen by the next advance.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import groupby
+from operator import itemgetter
+
+from noetl_grpc.core import snapshots
+from noetl_grpc.core.access import Tenant
+from noetl_grpc.core.checksums import Checksums, checksums_of
+from noetl_grpc.core.cutoff import EVERYTHING, Scope
+from noetl_grpc.core.fold import Fold, Identity
+from noetl_grpc.core.projections import Advanced, Check, NotAdvanced, Verified
+from noetl_grpc.core.snapshots import RULES, SeedOutcome, Snapshot, SnapshotRow
+from noetl_grpc.core.upcast import Registry
+from noetl_grpc.errors import Conflict, EventMalformed, NotFound, Unavailable
+from noetl_grpc.metrics import Metrics
+from noetl_grpc.services.seeds import Seeds
+from noetl_grpc.storage import cursors, projections
+from noetl_grpc.storage.pool import Connection, Pool, Shards
+from noetl_grpc.storage.projections import StoredRow
+from noetl_grpc.storage.replay import START, collector_held, fold_log, in_steps
+
+#: Executions that are folded in one transaction.
+SLICE_EXECUTIONS = 100
+PAGE_ROWS = 2000
+TRIES_MAX = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Folding:
+    """A fold that is under way or done, and what it began from."""
+
+    fold: Fold
+    seed: Snapshot | None
+    seed_outcome: SeedOutcome
+
+
+class ReadModel:
+    """Advances, reads, verifies and mends snapshots."""
+
+    def __init__(
+        self,
+        shards: Shards,
+        *,
+        seeds: Seeds,
+        registry: Registry,
+        metrics: Metrics,
+        folding: asyncio.Semaphore,
+    ) -> None:
+        """`folding` bounds how many folds run at a time; the others wait without a connection."""
+        self._shards = shards
+        self._seeds = seeds
+        self._registry = registry
+        self._metrics = metrics
+        self._folding = folding
+
+    async def advance(self, tenant: Tenant, execution_ids: Sequence[int]) -> list[Advanced | NotAdvanced]:
+        """Bring the snapshots of these executions up to date, in the order first seen."""
+        wanted = list(dict.fromkeys(execution_ids))
+        by_shard: dict[int, list[int]] = {}
+        for execution_id in wanted:
+            by_shard.setdefault(self._shards.shard_of(execution_id), []).append(execution_id)
+        answers = await asyncio.gather(
+            *(self._advance_shard(self._shards.pools[shard], tenant, ids) for shard, ids in by_shard.items())
+        )
+        away = [answer for answer in answers if isinstance(answer, Unavailable)]
+        if away and len(away) == len(answers):
+            raise away[0]
+        outcomes: dict[int, Advanced | NotAdvanced] = {}
+        for (_, ids), answer in zip(by_shard.items(), answers, strict=True):
+            if isinstance(answer, Unavailable):
+                answer = [
+                    NotAdvanced(item, "SHARD_UNAVAILABLE", "the shard is out of reach; retry") for item in ids
+                ]
+            outcomes.update((outcome.execution_id, outcome) for outcome in answer)
+        return [outcomes[execution_id] for execution_id in wanted]
+
+    async def _advance_shard(
+        self, pool: Pool, tenant: Tenant, ids: Sequence[int]
+    ) -> list[Advanced | NotAdvanced] | Unavailable:
+        outcomes: list[Advanced | NotAdvanced] = []
+        try:
+            for start in range(0, len(ids), SLICE_EXECUTIONS):
+                outcomes += await self._advance_slice(pool, tenant, ids[start : start + SLICE_EXECUTIONS])
+        except Unavailable as error:
+            return error
+        return outcomes
+
+    async def _advance_slice(
+        self, pool: Pool, tenant: Tenant, ids: Sequence[int]
+    ) -> list[Advanced | NotAdvanced]:
+        for attempt in range(TRIES_MAX):
+            try:
+                return await self._advance_once(pool, tenant, ids)
+            except Conflict as error:
+                if attempt + 1 == TRIES_MAX:
+                    return [NotAdvanced(item, "CONFLICT", error.message) for item in ids]
+            except EventMalformed as error:
+                if len(ids) == 1:
+                    return [NotAdvanced(ids[0], "EVENT_MALFORMED", error.message)]
+                # One bad execution never stops the rest.
+                return [
+                    outcome for item in ids for outcome in await self._advance_slice(pool, tenant, [item])
+                ]
+        raise AssertionError("unreachable")
+
+    async def _advance_once(
+        self, pool: Pool, tenant: Tenant, ids: Sequence[int]
+    ) -> list[Advanced | NotAdvanced]:
+        async with self._folding:
+            async with pool.transaction(isolation="repeatable_read", readonly=True) as conn:
+                has_xact_id = await cursors.can_follow_snapshots(conn)
+                log_snapshot = await projections.log_snapshot(conn) if has_xact_id else None
+                stored = await projections.read_snapshots(conn, tenant, ids)
+                foldings = await self._fold(conn, tenant, ids, stored, has_xact_id=has_xact_id)
+            rows: list[SnapshotRow] = []
+            for folding in foldings.values():
+                if _is_news(folding):
+                    checksums = await in_steps(checksums_of(folding.fold.state))
+                    rows.append(
+                        snapshots.write(
+                            snapshots.folded_of(folding.fold, checksums, log_snapshot=log_snapshot)
+                        )
+                    )
+        return await self._save(pool, tenant, foldings, rows)
+
+    async def _save(
+        self, pool: Pool, tenant: Tenant, foldings: Mapping[int, _Folding], rows: Sequence[SnapshotRow]
+    ) -> list[Advanced | NotAdvanced]:
+        written: set[int] = set()
+        covered: Mapping[int, projections.Coverage] = {}
+        if rows:
+            async with pool.transaction() as conn:
+                written = await projections.save_snapshots(conn, tenant, rows)
+                overtaken = [row.execution_id for row in rows if row.execution_id not in written]
+                if overtaken:
+                    covered = await projections.covered_versions(conn, tenant, overtaken)
+        outcomes: list[Advanced | NotAdvanced] = []
+        for execution_id, folding in foldings.items():
+            state = folding.fold.state
+            if not state["event_count"]:
+                outcomes.append(
+                    NotAdvanced(execution_id, "NO_EVENTS", "the log holds no event of this execution")
+                )
+                continue
+            reached = covered.get(execution_id)
+            outcomes.append(
+                Advanced(
+                    execution_id=execution_id,
+                    version=reached.version if reached else state["last_event_id"],
+                    events=reached.event_count if reached else state["event_count"],
+                    changed=execution_id in written,
+                    rebuilt=folding.seed is None and folding.seed_outcome is not SeedOutcome.ABSENT,
+                )
+            )
+        self._metrics.projection_advanced.inc(len(written))
+        self._metrics.projection_rebuilt.inc(
+            sum(isinstance(outcome, Advanced) and outcome.rebuilt for outcome in outcomes)
+        )
+        return outcomes
+
+    async def get(self, tenant: Tenant, execution_id: int) -> tuple[Snapshot, datetime]:
+        """The stored snapshot and when it was written; one that proves false is not handed out."""
+        async with self._shards.pool_for(execution_id).acquire() as conn:
+            stored = (await projections.read_snapshots(conn, tenant, [execution_id])).get(execution_id)
+        if stored is not None:
+            snapshot, outcome = await self._seeds.prove(stored)
+            if outcome is SeedOutcome.USED and snapshot is not None:
+                return snapshot, stored.updated_at
+        raise NotFound(
+            f"execution {execution_id} has no usable snapshot; AdvanceProjections makes one",
+            reason="PROJECTION_NOT_FOUND",
+            metadata={"execution_id": execution_id},
+        )
+
+    async def stored_version(self, tenant: Tenant, execution_id: int) -> int:
+        """The version of the stored snapshot, 0 where there is none."""
+        async with self._shards.pool_for(execution_id).acquire() as conn:
+            covered = await projections.covered_versions(conn, tenant, [execution_id])
+        return covered[execution_id].version if execution_id in covered else 0
+
+    async def verify(self, tenant: Tenant, execution_ids: Sequence[int], *, repair: bool) -> list[Verified]:
+        """Fold each execution from its first event and compare; mend what differs if asked."""
+        results = []
+        for execution_id in dict.fromkeys(execution_ids):
+            result = await self._verify_one(tenant, execution_id, repair=repair)
+            for _ in range(TRIES_MAX - 1):
+                if not repair or result.repaired or result.outcome is Check.SAME:
+                    break
+                # It changed while it was being mended.
+                result = await self._verify_one(tenant, execution_id, repair=repair)
+            results.append(result)
+        return results
+
+    async def executions_behind(self, tenant: Tenant, *, behind: int, limit: int) -> list[int]:
+        """The next executions that have events, over all shards, in order of their ids."""
+
+        async def ask(pool: Pool) -> list[int]:
+            async with pool.acquire() as conn:
+                return await projections.next_executions(conn, tenant, behind=behind, limit=limit)
+
+        found = await asyncio.gather(*(ask(pool) for pool in self._shards.pools))
+        return sorted(execution_id for ids in found for execution_id in ids)[:limit]
+
+    async def _verify_one(self, tenant: Tenant, execution_id: int, *, repair: bool) -> Verified:
+        pool = self._shards.pool_for(execution_id)
+        async with self._folding:
+            async with pool.transaction(isolation="repeatable_read", readonly=True) as conn:
+                has_xact_id = await cursors.can_follow_snapshots(conn)
+                log_snapshot = await projections.log_snapshot(conn) if has_xact_id else None
+                stored = (await projections.read_snapshots(conn, tenant, [execution_id])).get(execution_id)
+                foldings = await self._fold(conn, tenant, [execution_id], {}, has_xact_id=has_xact_id)
+            fold = foldings[execution_id].fold
+            checksums = await in_steps(checksums_of(fold.state))
+        outcome = await self._compare(stored, fold, checksums)
+        repaired = False
+        if repair and outcome is not Check.SAME and fold.state["event_count"]:
+            mended = snapshots.write(snapshots.folded_of(fold, checksums, log_snapshot=log_snapshot))
+            async with pool.transaction() as conn:
+                if stored is None or outcome is Check.STALE:
+                    repaired = bool(await projections.save_snapshots(conn, tenant, [mended]))
+                else:
+                    repaired = await projections.repair_snapshot(
+                        conn, tenant, found=stored.row, mended=mended
+                    )
+        return Verified(
+            execution_id=execution_id,
+            outcome=outcome,
+            stored_checksum=stored.row.checksum if stored else "",
+            log_checksum=checksums.value,
+            repaired=repaired,
+        )
+
+    async def _compare(self, stored: StoredRow | None, fold: Fold, checksums: Checksums) -> Check:
+        if stored is None:
+            return Check.MISSING
+        snapshot, outcome = await self._seeds.prove(stored)
+        if snapshot is None or outcome is not SeedOutcome.USED:
+            return Check.DIFFERENT
+        if snapshot.checksum == checksums.value:
+            return Check.SAME
+        return Check.STALE if snapshot.event_count < fold.state["event_count"] else Check.DIFFERENT
+
+    async def _fold(
+        self,
+        conn: Connection,
+        tenant: Tenant,
+        ids: Sequence[int],
+        stored: Mapping[int, StoredRow],
+        *,
+        has_xact_id: bool,
+    ) -> dict[int, _Folding]:
+        """Fold each execution up to what the transaction sees, going on from its snapshot where that may be."""
+        proved = {item: await self._seeds.prove(row) for item, row in stored.items()}
+        usable = [
+            snapshot for snapshot, outcome in proved.values() if snapshot and outcome is SeedOutcome.USED
+        ]
+        late = await projections.executions_with_stragglers(conn, tenant, usable, has_xact_id=has_xact_id)
+        seeds = {snapshot.execution_id: snapshot for snapshot in usable if snapshot.execution_id not in late}
+        foldings: dict[int, _Folding] = {}
+        for execution_id in ids:
+            seed = seeds.get(execution_id)
+            outcome = proved[execution_id][1] if execution_id in proved else SeedOutcome.ABSENT
+            if execution_id in late:
+                outcome = SeedOutcome.STRAGGLER
+            fold = Fold(
+                Identity(
+                    execution_id=execution_id,
+                    tenant_id=tenant.tenant_id,
+                    organization_id=tenant.organization_id,
+                    upcaster_registry_digest=self._registry.digest,
+                ),
+                RULES,
+                seed.state if seed else None,
+            )
+            if seed:
+                fold.recall_warnings(seed.warnings, seed.warnings_left_out)
+            foldings[execution_id] = _Folding(fold, seed, outcome)
+        await self._go_on(conn, tenant, foldings)
+        return foldings
+
+    async def _go_on(self, conn: Connection, tenant: Tenant, foldings: Mapping[int, _Folding]) -> None:
+        behind = {item: folding.seed.version if folding.seed else START for item, folding in foldings.items()}
+        if self._registry.upcasters:
+            # Upcasters see whole events; the short way below reads only what the fold itself needs.
+            for execution_id, folding in foldings.items():
+                scope = Scope(tenant.tenant_id, tenant.organization_id, execution_id)
+                after = behind[execution_id]
+                await fold_log(conn, folding.fold, scope, EVERYTHING, self._registry, after_event_id=after)
+            return
+        async for page in projections.events_to_fold(conn, tenant, behind, page_size=PAGE_ROWS):
+            with collector_held():
+                for execution_id, rows in groupby(page, key=itemgetter(0)):
+                    foldings[execution_id].fold.apply_rows([tuple(row)[1:] for row in rows])
+            await asyncio.sleep(0)
+
+
+def _is_news(folding: _Folding) -> bool:
+    seed = folding.seed
+    count = folding.fold.state["event_count"]
+    return bool(count) and (seed is None or count > seed.event_count)

@@ -1,0 +1,58 @@
+"""Stored snapshots as the beginning of a fold: each must prove that folding from nothing would have come to it."""
+
+from __future__ import annotations
+
+from noetl_grpc.core import snapshots
+from noetl_grpc.core.access import Tenant
+from noetl_grpc.core.cutoff import Cutoff, Scope
+from noetl_grpc.core.snapshots import RULES, SeedOutcome, Snapshot
+from noetl_grpc.core.upcast import Registry
+from noetl_grpc.metrics import Metrics
+from noetl_grpc.storage import cursors, projections
+from noetl_grpc.storage.pool import Connection
+from noetl_grpc.storage.projections import StoredRow
+from noetl_grpc.storage.replay import in_steps
+
+
+class Seeds:
+    """Looks for snapshots and believes none before it has checked."""
+
+    def __init__(self, *, registry: Registry, metrics: Metrics) -> None:
+        self._registry = registry
+        self._metrics = metrics
+
+    async def prove(self, stored: StoredRow) -> tuple[Snapshot | None, SeedOutcome]:
+        """The snapshot of a row, if it has our shape, and whether it is what we would have stored."""
+        snapshot = snapshots.read(stored.row)
+        if isinstance(snapshot, SeedOutcome):
+            return None, snapshot
+        steps = snapshots.proven(snapshot, registry_digest=self._registry.digest, rules=RULES)
+        return snapshot, await in_steps(steps)
+
+    async def find(self, conn: Connection, scope: Scope, cutoff: Cutoff) -> Snapshot | None:
+        """A snapshot from which a fold up to the cutoff may go on; counted, whatever becomes of it."""
+        snapshot, outcome = await self._look(conn, scope, cutoff)
+        self._metrics.replay_seed.labels(outcome.value).inc()
+        return snapshot if outcome is SeedOutcome.USED else None
+
+    async def _look(
+        self, conn: Connection, scope: Scope, cutoff: Cutoff
+    ) -> tuple[Snapshot | None, SeedOutcome]:
+        tenant = Tenant(scope.tenant_id, scope.organization_id)
+        stored = (await projections.read_snapshots(conn, tenant, [scope.execution_id])).get(
+            scope.execution_id
+        )
+        if stored is None or stored.row.version > cutoff.event_id:
+            return None, SeedOutcome.ABSENT
+        snapshot, outcome = await self.prove(stored)
+        if snapshot is None or outcome is not SeedOutcome.USED:
+            return None, outcome
+        if cutoff.time is not None and await projections.reaches_past(
+            conn, tenant, scope.execution_id, version=snapshot.version, moment=cutoff.time
+        ):
+            # It has folded an event that the cutoff leaves out.
+            return None, SeedOutcome.ABSENT
+        has_xact_id = await cursors.can_follow_snapshots(conn)
+        if await projections.executions_with_stragglers(conn, tenant, [snapshot], has_xact_id=has_xact_id):
+            return None, SeedOutcome.STRAGGLER
+        return snapshot, SeedOutcome.USED

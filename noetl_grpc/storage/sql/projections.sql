@@ -1,0 +1,250 @@
+-- Snapshots of replayed states: one row per execution, aggregate type `replay_state`.
+
+-- name: read_snapshots
+-- $1 tenant, $2 organisation, $3 keys.
+SELECT
+    aggregate_id,
+    version,
+    snapshot::text AS snapshot_json,
+    checksum,
+    meta::text AS meta_json,
+    updated_at
+FROM noetl.projection_snapshot
+WHERE tenant_id = $1
+    AND organization_id = $2
+    AND aggregate_type = 'replay_state'
+    AND aggregate_id = ANY($3::text[]);
+
+-- name: save_snapshots
+-- Store what covers at least as many events as what is there; an older fold never replaces a newer one. Visible sets of
+-- events only grow, so equal counts mean equal events. The rows come sorted, so that two callers wait for each other
+-- instead of deadlocking. Arrays from $3: keys, versions, snapshots, checksums, metas.
+INSERT INTO noetl.projection_snapshot AS stored (
+    tenant_id,
+    organization_id,
+    aggregate_type,
+    aggregate_id,
+    version,
+    snapshot,
+    checksum,
+    meta
+)
+SELECT $1, $2, 'replay_state', new.aggregate_id, new.version, new.snapshot::jsonb, new.checksum, new.meta::jsonb
+FROM unnest($3::text[], $4::bigint[], $5::text[], $6::text[], $7::text[])
+    AS new (aggregate_id, version, snapshot, checksum, meta)
+ORDER BY new.aggregate_id
+ON CONFLICT (tenant_id, organization_id, aggregate_type, aggregate_id) DO UPDATE
+SET version = excluded.version,
+    snapshot = excluded.snapshot,
+    checksum = excluded.checksum,
+    meta = excluded.meta,
+    updated_at = now()
+WHERE CASE
+        WHEN jsonb_typeof(stored.meta -> 'event_count') = 'number' THEN (stored.meta ->> 'event_count')::numeric
+        ELSE -1
+    END <= (excluded.meta ->> 'event_count')::numeric
+RETURNING aggregate_id;
+
+-- name: repair_snapshot
+-- Replace the very row that was found to differ, whatever it claims to cover. $4 what its checksum was, with its meta $5;
+-- a row that changed meanwhile is left to its new owner.
+UPDATE noetl.projection_snapshot
+SET version = $6,
+    snapshot = $7::text::jsonb,
+    checksum = $8,
+    meta = $9::text::jsonb,
+    updated_at = now()
+WHERE tenant_id = $1
+    AND organization_id = $2
+    AND aggregate_type = 'replay_state'
+    AND aggregate_id = $3
+    AND checksum = $4
+    AND meta = $5::text::jsonb
+RETURNING aggregate_id;
+
+-- name: covered_versions
+-- How far stored snapshots reach, whoever wrote them. $3 keys.
+SELECT
+    aggregate_id,
+    version,
+    CASE WHEN jsonb_typeof(meta -> 'event_count') = 'number' THEN (meta ->> 'event_count')::bigint ELSE 0 END
+        AS event_count
+FROM noetl.projection_snapshot
+WHERE tenant_id = $1
+    AND organization_id = $2
+    AND aggregate_type = 'replay_state'
+    AND aggregate_id = ANY($3::text[]);
+
+-- name: has_straggler
+-- Whether an event at or below the version became visible after the snapshot was folded. With the snapshot given as a
+-- parameter the planner knows how few transactions came after it. $3 execution, $4 version, $5 database snapshot.
+SELECT EXISTS (
+    SELECT 1
+    FROM noetl.event AS e
+    WHERE e.execution_id = $3
+        AND e.event_id <= $4
+        AND e.xact_id >= pg_snapshot_xmin($5::text::pg_snapshot)
+        AND NOT pg_visible_in_snapshot(e.xact_id, $5::text::pg_snapshot)
+        AND e.tenant_id = $1
+        AND e.organization_id = $2
+);
+
+-- name: executions_with_stragglers
+-- The same for many executions at once. Arrays from $3: executions, versions, database snapshots; $6 the lowest xmin.
+SELECT wanted.execution_id
+FROM unnest($3::bigint[], $4::bigint[], $5::text[]) AS wanted (execution_id, version, folded_from)
+WHERE EXISTS (
+    SELECT 1
+    FROM noetl.event AS e
+    WHERE e.execution_id = wanted.execution_id
+        AND e.event_id <= wanted.version
+        AND e.xact_id >= $6::xid8
+        AND NOT pg_visible_in_snapshot(e.xact_id, wanted.folded_from::pg_snapshot)
+        AND e.tenant_id = $1
+        AND e.organization_id = $2
+);
+
+-- name: reaches_past
+-- Whether an event at or below the version happened after a moment. $3 execution, $4 version, $5 moment.
+SELECT EXISTS (
+    SELECT 1
+    FROM noetl.event AS e
+    WHERE e.execution_id = $3
+        AND e.event_id <= $4
+        AND e.event_time > $5
+        AND e.tenant_id = $1
+        AND e.organization_id = $2
+);
+
+-- name: count_events_up_to
+-- How many events there are at or below a version, where the log has no xact_id. Arrays from $3: executions, versions.
+SELECT wanted.execution_id, counted.events
+FROM unnest($3::bigint[], $4::bigint[]) AS wanted (execution_id, version)
+CROSS JOIN LATERAL (
+    SELECT count(*) AS events
+    FROM noetl.event AS e
+    WHERE e.execution_id = wanted.execution_id
+        AND e.event_id <= wanted.version
+        AND e.tenant_id = $1
+        AND e.organization_id = $2
+) AS counted;
+
+-- name: included_events
+-- Which of these events are in the snapshot of their execution. Arrays: tenants, organisations, keys, executions, events.
+SELECT wanted.place::integer AS place, s.version, e.event_id IS NOT NULL AS is_included
+FROM unnest($1::text[], $2::text[], $3::text[], $4::bigint[], $5::bigint[])
+    WITH ORDINALITY AS wanted (tenant_id, organization_id, aggregate_id, execution_id, event_id, place)
+JOIN noetl.projection_snapshot AS s
+    ON s.tenant_id = wanted.tenant_id
+    AND s.organization_id = wanted.organization_id
+    AND s.aggregate_type = 'replay_state'
+    AND s.aggregate_id = wanted.aggregate_id
+LEFT JOIN noetl.event AS e
+    ON e.execution_id = wanted.execution_id
+    AND e.event_id = wanted.event_id
+    AND e.tenant_id = wanted.tenant_id
+    AND e.organization_id = wanted.organization_id
+    AND s.meta ->> 'log_snapshot' IS NOT NULL
+    AND pg_visible_in_snapshot(e.xact_id, (s.meta ->> 'log_snapshot')::pg_snapshot);
+
+-- name: included_events_by_count
+-- The same where the log has no xact_id: an event at or below the version is in a snapshot that missed none below it.
+SELECT
+    wanted.place::integer AS place,
+    s.version,
+    e.event_id IS NOT NULL AND s.version >= wanted.event_id AND counted.events = (
+        CASE WHEN jsonb_typeof(s.meta -> 'event_count') = 'number' THEN (s.meta ->> 'event_count')::numeric END
+    ) AS is_included
+FROM unnest($1::text[], $2::text[], $3::text[], $4::bigint[], $5::bigint[])
+    WITH ORDINALITY AS wanted (tenant_id, organization_id, aggregate_id, execution_id, event_id, place)
+JOIN noetl.projection_snapshot AS s
+    ON s.tenant_id = wanted.tenant_id
+    AND s.organization_id = wanted.organization_id
+    AND s.aggregate_type = 'replay_state'
+    AND s.aggregate_id = wanted.aggregate_id
+LEFT JOIN noetl.event AS e
+    ON e.execution_id = wanted.execution_id
+    AND e.event_id = wanted.event_id
+    AND e.tenant_id = wanted.tenant_id
+    AND e.organization_id = wanted.organization_id
+CROSS JOIN LATERAL (
+    SELECT count(*) AS events
+    FROM noetl.event AS b
+    WHERE b.execution_id = wanted.execution_id
+        AND b.event_id <= s.version
+        AND b.tenant_id = wanted.tenant_id
+        AND b.organization_id = wanted.organization_id
+) AS counted;
+
+-- name: events_to_fold
+-- What the fold reads, of many executions, each behind its own place, in the order in which it is folded. JSON columns
+-- as text; the reference is the event's own, else its result's. Arrays from $3: executions, the places.
+SELECT
+    wanted.execution_id,
+    e.event_id,
+    e.event_type,
+    e.status,
+    e.node_name,
+    e.meta,
+    e.reference,
+    e.stage_id::text AS stage_id,
+    e.frame_id::text AS frame_id,
+    e.command_id::text AS command_id,
+    e.worker_id,
+    e.aggregate_type,
+    e.aggregate_id
+FROM unnest($3::bigint[], $4::bigint[]) WITH ORDINALITY AS wanted (execution_id, behind, place)
+CROSS JOIN LATERAL (
+    SELECT
+        b.event_id,
+        b.event_type,
+        b.status,
+        b.node_name,
+        b.meta,
+        COALESCE(NULLIF(b.payload_ref, 'null'::jsonb), NULLIF(b.result -> 'reference', 'null'::jsonb)) AS reference,
+        b.stage_id,
+        b.frame_id,
+        b.command_id,
+        b.worker_id,
+        b.aggregate_type,
+        b.aggregate_id
+    FROM noetl.event AS b
+    WHERE b.execution_id = wanted.execution_id
+        AND b.event_id > wanted.behind
+        AND b.tenant_id = $1
+        AND b.organization_id = $2
+    ORDER BY b.event_id
+) AS e;
+
+-- name: next_executions
+-- The executions that have events, behind one, found by hopping over the index instead of reading every event.
+-- $3 behind this execution, $4 at most.
+WITH RECURSIVE walk (execution_id, steps) AS (
+    (
+        SELECT e.execution_id, 1
+        FROM noetl.event AS e
+        WHERE e.tenant_id = $1 AND e.organization_id = $2 AND e.execution_id > $3
+        ORDER BY e.execution_id
+        LIMIT 1
+    )
+    UNION ALL
+    (
+        SELECT hop.execution_id, walk.steps + 1
+        FROM walk
+        CROSS JOIN LATERAL (
+            SELECT e.execution_id
+            FROM noetl.event AS e
+            WHERE e.tenant_id = $1 AND e.organization_id = $2 AND e.execution_id > walk.execution_id
+            ORDER BY e.execution_id
+            LIMIT 1
+        ) AS hop
+        WHERE walk.steps < $4
+    )
+)
+SELECT execution_id
+FROM walk
+ORDER BY execution_id;
+
+-- name: current_log_snapshot
+-- What this transaction sees.
+SELECT pg_current_snapshot()::text;
