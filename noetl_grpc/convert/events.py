@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -14,34 +14,44 @@ from noetl_grpc.core.envelope import COLUMNS, Batch, Kind, Moment
 from noetl_grpc.core.normalise import NativeEvent, Normalised
 
 _TIMES = (Kind.NAIVE, Kind.INSTANT)
+_TIME_FIELDS = frozenset({"timestamp", *(column.field for column in COLUMNS if column.kind in _TIMES)})
 
 
 def batch_from_pb(messages: Sequence[pb.EventEnvelope]) -> tuple[Batch, list[Moment | None]]:
     """The messages by column, and their `timestamp`, as `core.envelope.examine` takes them."""
+    messages = list(messages)
+    present = _fields_in_use(messages)
     batch: Batch = {}
     for column in COLUMNS:
-        if column.kind in _TIMES:
-            batch[column.name] = _moments(messages, column.field)
-        elif column.nullable:
-            batch[column.name] = _optional(messages, column.field, attrgetter(column.field))
+        if column.nullable or column.kind in _TIMES:
+            batch[column.name] = _values(messages, column.field, present)
         else:
             batch[column.name] = list(map(attrgetter(column.field), messages))
-    return batch, _moments(messages, "timestamp")
+    return batch, _values(messages, "timestamp", present)
 
 
-def _optional(messages: Sequence[pb.EventEnvelope], field: Any, read: Callable[[Any], Any]) -> list[Any]:
-    # Most columns are unset in the whole batch or set in all of it; asking is cheaper than reading.
-    present = [message.HasField(field) for message in messages]
-    if not any(present):
+def _fields_in_use(messages: Sequence[pb.EventEnvelope]) -> set[str]:
+    """The fields that any of the messages sets.
+
+    Most columns are unset in a whole batch. Messages one after the other are all of them merged, so one look at
+    that replaces forty at each message.
+    """
+    union = pb.EventEnvelope()
+    for message in messages:
+        union.MergeFromString(message.SerializeToString())
+    return {field.name for field, _ in union.ListFields()}
+
+
+def _values(messages: Sequence[pb.EventEnvelope], field: Any, present: Collection[str]) -> list[Any]:
+    if field not in present:
         return [None] * len(messages)
-    if all(present):
-        return list(map(read, messages))
-    return [read(message) if is_set else None for message, is_set in zip(messages, present, strict=True)]
-
-
-def _moments(messages: Sequence[pb.EventEnvelope], field: str) -> list[Moment | None]:
-    times = _optional(messages, field, attrgetter(field))
-    return [time and (time.seconds, time.nanos) for time in times]
+    read = attrgetter(field)
+    if field in _TIME_FIELDS:
+        return [
+            (read(message).seconds, read(message).nanos) if message.HasField(field) else None
+            for message in messages
+        ]
+    return [value if (value := read(message)) or message.HasField(field) else None for message in messages]
 
 
 def event_to_pb(row: Mapping[str, Any]) -> pb.EventEnvelope:

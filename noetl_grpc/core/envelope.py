@@ -7,7 +7,7 @@ what PostgreSQL would refuse before it is asked, so that one bad event costs its
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import Enum, StrEnum
@@ -120,6 +120,8 @@ JSON_COLUMNS = tuple(column for column in COLUMNS if column.kind is Kind.JSON)
 
 #: A moment as protobuf has it: seconds since 1970 and nanoseconds within.
 Moment: TypeAlias = tuple[int, int]
+#: Row → key.
+Keys: TypeAlias = Sequence[Hashable] | Mapping[int, Hashable]
 #: Column name → its values, one per event.
 Batch: TypeAlias = dict[str, list[Any]]
 
@@ -146,8 +148,8 @@ def examine(batch: Batch, timestamps: Sequence[Moment | None]) -> dict[int, Prob
     for column in TEXT_COLUMNS:
         _check_text(column.name, batch[column.name], problems)
     for column in JSON_COLUMNS:
-        fault = result_fault if column.name == "result" else None
-        batch[column.name] = _json_texts(column.field, batch[column.name], problems, fault=fault)
+        texts = batch[column.name]
+        batch[column.name] = _json_texts(column.field, texts, problems, is_result=column.name == "result")
     for name in ("tenant_id", "organization_id"):
         batch[name] = [value if value and not value.isspace() else DEFAULT_TENANT for value in batch[name]]
     batch["schema_version"] = [version or 1 for version in batch["schema_version"]]
@@ -156,6 +158,8 @@ def examine(batch: Batch, timestamps: Sequence[Moment | None]) -> dict[int, Prob
 
 def pick(batch: Batch, rows: Sequence[int]) -> Batch:
     """The same columns with only these rows, in this order."""
+    if list(rows) == list(range(len(batch["event_id"]))):
+        return batch
     return {name: [values[row] for row in rows] for name, values in batch.items()}
 
 
@@ -164,7 +168,7 @@ def instant(moment: Moment) -> datetime | None:
     seconds, nanos = moment
     if not (_SECONDS_MIN <= seconds <= _SECONDS_MAX and 0 <= nanos <= _NANOS_MAX):
         return None
-    return _EPOCH + timedelta(seconds=seconds, microseconds=nanos // 1000)
+    return _EPOCH + timedelta(0, seconds, nanos // 1000)
 
 
 def result_fault(value: object) -> str | None:
@@ -265,7 +269,7 @@ def _json_texts(
     texts: Sequence[str | None],
     problems: dict[int, Problem],
     *,
-    fault: Callable[[object], str | None] | None,
+    is_result: bool,
 ) -> list[str | None]:
     """The texts as they were sent (numbers keep their digits), with SQL NULL for what means nothing."""
     stored: list[str | None] = []
@@ -276,7 +280,7 @@ def _json_texts(
         value, trouble = json_fault(text)
         if trouble is not None:
             problems.setdefault(row, Problem(Reason.JSON_INVALID, f"{field} {trouble}"))
-        elif fault is not None and (trouble := fault(value)) is not None:
+        elif is_result and (trouble := result_fault(value)) is not None:
             problems.setdefault(row, Problem(Reason.RESULT_SHAPE, f"{field} {trouble}"))
         stored.append(None if value is None else text)
     return stored
@@ -286,14 +290,14 @@ def _shorten(text: str, length_max: int = 40) -> str:
     return repr(text if len(text) <= length_max else text[:length_max] + "…")
 
 
-def first_of_each(keys: Iterable[object]) -> tuple[list[int], list[int]]:
-    """The places of keys that come for the first time, and of those that repeat an earlier one."""
-    seen: set[object] = set()
+def first_of_each(keys: Keys, rows: Iterable[int]) -> tuple[list[int], list[int]]:
+    """Rows whose key comes for the first time, and rows that repeat an earlier one, each in their order."""
+    seen: set[Hashable] = set()
     first: list[int] = []
     repeated: list[int] = []
-    for place, key in enumerate(keys):
-        (repeated if key in seen else first).append(place)
-        seen.add(key)
+    for row in rows:
+        (repeated if keys[row] in seen else first).append(row)
+        seen.add(keys[row])
     return first, repeated
 
 

@@ -39,9 +39,9 @@ class Delivery:
     #: Whether duplicates are compared with what is stored.
     compares: bool = False
 
-    def key(self, row: int) -> Key:
-        """What makes the row's event unique."""
-        return self.batch["execution_id"][row], self.batch["event_id"][row]
+    def row_keys(self) -> list[Key]:
+        """What makes each row's event unique."""
+        return list(zip(self.batch["execution_id"], self.batch["event_id"], strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +96,7 @@ class Intake:
         """The rows of each shard, and the rows without the ids that would give them a place."""
         parts: dict[int, list[int]] = {}
         homeless: list[int] = []
-        for row in range(len(delivery.batch["event_id"])):
-            execution_id, event_id = delivery.key(row)
+        for row, (execution_id, event_id) in enumerate(delivery.row_keys()):
             if execution_id > 0 and event_id > 0:
                 parts.setdefault(self._shards.shard_of(execution_id), []).append(row)
             else:
@@ -170,25 +169,20 @@ async def store(
     rejected = {row: delivery.problems[row] for row in rows if row in delivery.problems}
     fresh = await _without_known_keys(conn, delivery, [row for row in rows if row not in rejected])
     rejected |= await _fill_catalogs(conn, batch, fresh)
+    keys = delivery.row_keys()
     # Everybody inserts in the order of the key, so that two deliveries of the same events can't deadlock.
-    good = sorted((row for row in fresh if row not in rejected), key=delivery.key)
-    first, repeated = first_of_each([delivery.key(row) for row in good])
-    first, repeated = [good[place] for place in first], [good[place] for place in repeated]
-
+    good = sorted((row for row in fresh if row not in rejected), key=keys.__getitem__)
+    first, repeated = first_of_each(keys, good)
     stored, refused = await _insert(conn, batch, first, is_suspect=is_suspect)
     if refused:
         # What the first of two equal keys could not do the second may.
-        losers = {delivery.key(row) for row in refused}
-        more, more_refused = await _insert(
-            conn, batch, [row for row in repeated if delivery.key(row) in losers], is_suspect=True
-        )
+        losers = {keys[row] for row in refused}
+        seconds = [row for row in repeated if keys[row] in losers]
+        more, more_refused = await _insert(conn, batch, seconds, is_suspect=True)
         stored |= more
         refused |= more_refused
-    rejected |= refused
-    enqueued = (
-        await events.enqueue(conn, sorted(stored), subject=delivery.subject) if delivery.enqueues else 0
-    )
-    known = [row for row in first if delivery.key(row) not in stored]
+        rejected |= refused
+    known = [row for row in first if keys[row] not in stored]
     return Outcome(
         stored=len(stored),
         duplicates=len(rows) - len(rejected) - len(stored),
@@ -196,7 +190,9 @@ async def store(
         conflicts=await _conflicts(
             conn, delivery, [row for row in (*known, *repeated) if row not in refused]
         ),
-        enqueued=enqueued,
+        enqueued=await events.enqueue(conn, sorted(stored), subject=delivery.subject)
+        if delivery.enqueues
+        else 0,
     )
 
 
@@ -206,16 +202,16 @@ async def _without_known_keys(conn: Connection, delivery: Delivery, rows: Sequen
     if not keyed:
         return rows
     execution_ids = delivery.batch["execution_id"]
-    keys = [(execution_ids[row], delivery.keys[row]) for row in keyed]
-    await events.lock_executions(conn, {execution_id for execution_id, _ in keys})
+    keys = {row: (execution_ids[row], delivery.keys[row]) for row in keyed}
+    await events.lock_executions(conn, {execution_id for execution_id, _ in keys.values()})
     stored = await events.stored_keys(
         conn,
-        keys,
+        list(keys.values()),
         tenant_id=delivery.batch["tenant_id"][keyed[0]],
         organization_id=delivery.batch["organization_id"][keyed[0]],
     )
-    first, _ = first_of_each(keys)
-    fresh = {keyed[place] for place in first if keys[place] not in stored}
+    first, _ = first_of_each(keys, keyed)
+    fresh = {row for row in first if keys[row] not in stored}
     return [row for row in rows if row not in delivery.keys or row in fresh]
 
 

@@ -15,8 +15,10 @@ from noetl_grpc.storage.pool import Connection, Pool, Shards
 from noetl_grpc.storage.queries import queries
 
 PAGE_ROWS = 2000
-#: While we wait for the log's lock every writer waits behind us.
-LOCK_WAIT = "300ms"
+#: While we wait for the log every writer waits behind us, and while we wait for the partition too: the log, which
+#: must be locked first because writers come that way, is ours already.
+LOG_LOCK_WAIT = "200ms"
+PARTITION_LOCK_WAIT = "100ms"
 LOCK_TRIES = 5
 LOCK_PAUSE_SECONDS = 0.5
 
@@ -168,7 +170,9 @@ async def _drop(conn: Connection, partition: Partition, cutoff: datetime, *, is_
     if keep is not None or is_dry_run:
         return keep
     await _delete_snapshots(conn, partition)
-    await conn.fetchval(queries["limit_lock_wait"], LOCK_WAIT)
+    await conn.fetchval(queries["limit_lock_wait"], LOG_LOCK_WAIT)
+    await conn.execute(statements["locking_log"])
+    await conn.fetchval(queries["limit_lock_wait"], PARTITION_LOCK_WAIT)
     await conn.execute(statements["locking"])
     # Whoever wrote to it meanwhile has committed by now.
     keep = decide(partition.upper, await _content(conn, statements["content"]), cutoff=cutoff)

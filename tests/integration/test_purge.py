@@ -13,6 +13,8 @@ import pytest
 from noetlpb.v1 import projection_pb2 as pb
 from noetlpb.v1 import projection_pb2_grpc
 
+from noetl_grpc.checks import purge as check_purge
+from noetl_grpc.checks.frame import silent
 from noetl_grpc.core.snowflake import DATABASE_TIME_SHIFT, TIME_SHIFT, first_id_of
 from noetl_grpc.server import Server, serving
 from noetl_grpc.settings import Settings
@@ -555,3 +557,10 @@ async def test_pages_are_read_by_key(conn: asyncpg.Connection, query: str, argum
     text = "\n".join(row[0] for row in plan)
     assert "Index Scan" in text
     assert "Seq Scan" not in text, text
+
+
+async def test_a_purge_stops_no_writer_and_takes_nothing_that_is_needed() -> None:
+    verdict = await check_purge.run(size="small", seed=1, progress=silent)
+
+    assert verdict.violations == []
+    assert verdict.figures["written_meanwhile"] > 100

@@ -149,7 +149,8 @@ SELECT pg_has_role(c.relowner, 'USAGE') AS is_owned,
             '(k.seen IS NULL AND k.at_event IS NULL AND e.ingest_time > k.updated_at)'
         )
     ) AS content,
-    format('LOCK TABLE ONLY noetl.event, %s IN ACCESS EXCLUSIVE MODE', c.oid::regclass) AS locking,
+    'LOCK TABLE ONLY noetl.event IN ACCESS EXCLUSIVE MODE' AS locking_log,
+    format('LOCK TABLE %s IN ACCESS EXCLUSIVE MODE', c.oid::regclass) AS locking,
     format('DROP TABLE %s', c.oid::regclass) AS dropping
 FROM pg_class AS c
 WHERE c.oid = to_regclass(format('noetl.%I', $1::text));

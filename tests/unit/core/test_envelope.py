@@ -148,7 +148,7 @@ def test_pick_takes_rows_in_the_order_asked_for() -> None:
 
 
 def test_the_first_of_equal_keys_is_kept_and_the_others_are_repeats() -> None:
-    assert first_of_each(["a", "b", "a", "c", "a"]) == ([0, 1, 3], [2, 4])
+    assert first_of_each(["a", "b", "a", "c", "a"], [0, 1, 2, 4]) == ([0, 1], [2, 4])
 
 
 def test_a_catalog_comes_from_the_log_first_and_then_from_the_batch() -> None:
