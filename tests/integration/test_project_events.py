@@ -23,6 +23,7 @@ from noetl_grpc.dev.postgres import Postgres
 from noetl_grpc.server import Server
 from noetl_grpc.settings import Settings
 from noetl_grpc.status import from_rpc_error
+from noetl_grpc.storage.queries import queries
 from tests.conftest import AUTHORIZATION, settings_for
 from tests.factories import CATALOG_ID, EVENT_ID, EXECUTION_ID, add_catalog_entry, make_event
 
@@ -546,3 +547,36 @@ async def test_a_shard_that_is_down_rejects_its_own_events_only(
         assert [(rejected.index, rejected.reason) for rejected in repeated.rejected] == [
             (30, "CATALOG_UNKNOWN")
         ]
+
+
+@pytest.mark.parametrize(
+    "name", ["enqueue_events", "stored_keys", "catalogs_of_executions", "differing_events"]
+)
+async def test_what_a_batch_asks_of_the_log_is_answered_by_an_index(
+    conn: asyncpg.Connection, stub: Stub, name: str
+) -> None:
+    await conn.execute(
+        """
+        INSERT INTO noetl.event (execution_id, event_id, catalog_id, idempotency_key)
+        SELECT $1::bigint + n / 50, $2::bigint + n, $3, 'key-' || n FROM generate_series(1, 5000) AS n
+        """,
+        EXECUTION_ID,
+        EVENT_ID,
+        CATALOG_ID,
+    )
+    await conn.execute("ANALYZE noetl.event")
+    executions, event_ids = [EXECUTION_ID] * 1000, list(range(1000))
+    arguments: dict[str, list[Any]] = {
+        "enqueue_events": [executions, event_ids, None],
+        "stored_keys": ["default", "default", executions, [f"key-{number}" for number in event_ids]],
+        "catalogs_of_executions": [executions],
+        "differing_events": [executions, None, event_ids, *[None] * (len(COLUMNS) - 3)],
+    }
+    # A generic plan knows neither the executions nor how many there are.
+    await conn.execute("SET plan_cache_mode = force_generic_plan")
+
+    plan = await conn.fetch(f"EXPLAIN {queries[name]}", *arguments[name])
+
+    text = "\n".join(row[0][:200] for row in plan)
+    assert "Index" in text
+    assert "Seq Scan on event_2026_q4 " not in text, text

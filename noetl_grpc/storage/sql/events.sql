@@ -192,9 +192,14 @@ RETURNING execution_id, event_id;
 -- name: enqueue_events
 -- An outbox row with subject $3 for each of these stored events. The payload is the body that the tailer publishes.
 INSERT INTO noetl.outbox (execution_id, event_id, subject, payload, payload_codec)
-SELECT e.execution_id, e.event_id, $3::text, to_jsonb(e) - 'xact_id', 'json'
+SELECT e.execution_id, e.event_id, $3::text, e.body, 'json'
 FROM unnest($1::bigint[], $2::bigint[]) AS i(execution_id, event_id)
-JOIN noetl.event AS e USING (execution_id, event_id)
+CROSS JOIN LATERAL (
+    SELECT stored.execution_id, stored.event_id, to_jsonb(stored) - 'xact_id' AS body
+    FROM noetl.event AS stored
+    WHERE stored.execution_id = i.execution_id AND stored.event_id = i.event_id
+    LIMIT 1
+) AS e
 ORDER BY e.execution_id, e.event_id
 ON CONFLICT DO NOTHING;
 
@@ -365,11 +370,17 @@ FROM unnest($2::integer[]) AS s(stripe);
 
 -- name: stored_keys
 -- Which of these keys their executions have already.
-SELECT e.execution_id, e.idempotency_key
-FROM noetl.event AS e
-JOIN unnest($3::bigint[], $4::text[]) AS i(execution_id, idempotency_key)
-    ON e.execution_id = i.execution_id AND e.idempotency_key = i.idempotency_key
-WHERE e.tenant_id = $1 AND e.organization_id = $2 AND e.idempotency_key = ANY($4::text[]);
+SELECT i.execution_id, i.idempotency_key
+FROM unnest($3::bigint[], $4::text[]) AS i(execution_id, idempotency_key)
+CROSS JOIN LATERAL (
+    SELECT
+    FROM noetl.event AS e
+    WHERE e.tenant_id = $1
+        AND e.organization_id = $2
+        AND e.execution_id = i.execution_id
+        AND e.idempotency_key = i.idempotency_key
+    LIMIT 1
+) AS stored;
 
 -- name: park_events
 -- Keep events that can't be stored, with the reason. Parking the same event for the same reason again changes
@@ -450,7 +461,7 @@ JOIN noetl.event_dead_letter AS d USING (execution_id, event_id);
 -- Those that are unresolved when the lock is ours. Everybody locks in the order of the key.
 SELECT d.execution_id, d.event_id
 FROM noetl.event_dead_letter AS d
-WHERE (d.execution_id, d.event_id) IN (SELECT * FROM unnest($1::bigint[], $2::bigint[]))
+WHERE (d.execution_id, d.event_id) IN (SELECT k.execution_id, k.event_id FROM unnest($1::bigint[], $2::bigint[]) AS k(execution_id, event_id))
     AND d.resolved_at IS NULL
 ORDER BY d.execution_id, d.event_id
 FOR UPDATE;
