@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from enum import Enum
@@ -155,27 +155,32 @@ class Follower:
             await self._wait(delay_seconds)
 
     async def run_once(self) -> None:
-        """Tell everybody what became visible since the last time."""
+        """Tell everybody what became visible since the last time, then take in who waits."""
         async with self._pool.acquire() as conn:
             if self._position is None:
                 self.mode = Mode.SNAPSHOT if await cursors.can_follow_snapshots(conn) else Mode.OVERLAP
+            elif self._position.target is not None:
+                # A failure left this gap unfinished.
+                await self._read_gap(conn)
+            # Only who waits already: they begin at a snapshot that is not older than their wish.
+            joining = list(self._joining)
+            snapshot = await self._look(conn)
             if self.mode is Mode.OVERLAP:
                 await self._look_at_recent(conn)
-                return
-            if self._position is None or self._position.target is None:
-                snapshot = await self._look(conn)
-                if self._position is None:
-                    self._position = Position(snapshot)
-                self._admit(self._position.seen)
-                if snapshot == self._position.seen:
-                    return
+                snapshot = ""
+            elif self._position is None:
+                self._position = Position(snapshot)
+            elif snapshot != self._position.seen:
                 self._position = self._position.towards(snapshot)
-            async with conn.transaction(readonly=True):
-                await cursors.prefer_generic_plans(conn)
-                while self._position.target is not None:
-                    before = self._position
-                    keys, self._position = await cursors.gap_keys(conn, before, limit=self._page_size)
-                    self._publish(Page(keys, before, self._position))
+                await self._read_gap(conn)
+            self._admit(joining, snapshot)
+
+    async def _read_gap(self, conn: Connection) -> None:
+        async with conn.transaction(readonly=True):
+            await cursors.prefer_generic_plans(conn)
+            while (before := self._position) is not None and before.target is not None:
+                keys, self._position = await cursors.gap_keys(conn, before, limit=self._page_size)
+                self._publish(Page(keys, before, self._position))
 
     async def _look(self, conn: Connection) -> str:
         snapshot = await cursors.look_at_log(conn)
@@ -187,25 +192,24 @@ class Follower:
         return snapshot
 
     async def _look_at_recent(self, conn: Connection) -> None:
-        await self._look(conn)
         keys = await cursors.recent_keys(conn, seconds=OVERLAP_SECONDS, limit=OVERLAP_KEYS_MAX)
         if self._position is not None:
             new = [key for key in keys if key not in self._recent]
             self._publish(Page(new, self._position, self._position))
         self._recent = dict.fromkeys(keys)
         self._position = Position("")
-        self._admit("")
 
-    def _admit(self, snapshot: str) -> None:
-        """Take in who waits; only between gaps, so that nobody misses the part of one that was told before."""
-        for subscription, joined in self._joining.items():
+    def _admit(self, joining: Iterable[Subscription], snapshot: str) -> None:
+        """Take in who waited; between gaps, so that nobody misses the part of one that was told before."""
+        for subscription in joining:
+            joined = self._joining.pop(subscription, None)
+            if joined is None or joined.done():
+                continue
             if subscription.execution_id is None:
                 self._of_all.add(subscription)
             else:
                 self._by_execution.setdefault(subscription.execution_id, set()).add(subscription)
-            if not joined.done():
-                joined.set_result(snapshot)
-        self._joining.clear()
+            joined.set_result(snapshot)
 
     def _publish(self, page: Page) -> None:
         told: dict[Subscription, list[Key]] = {}

@@ -6,6 +6,7 @@ No connection is held while the client thinks, and no more is read than fits int
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from noetl_grpc.core.cutoff import Cutoff, Scope
 from noetl_grpc.core.following import Page, Position, is_ahead
 from noetl_grpc.core.resuming import Following, Place, Reading
 from noetl_grpc.errors import DatabaseUnavailable, InvalidRequest
-from noetl_grpc.follower import Follower
+from noetl_grpc.follower import Follower, Subscription
 from noetl_grpc.storage import cursors, log
 from noetl_grpc.storage.pool import Pool
 from noetl_grpc.storage.replay import START
@@ -22,6 +23,8 @@ from noetl_grpc.storage.replay import START
 MESSAGE_EVENTS = 500
 MESSAGE_BYTES = 1024 * 1024
 CATCH_UP_KEYS = 2000
+#: Events that wait for a reader before it is too slow.
+CAPACITY = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +118,7 @@ class EventStream:
 
     async def _follow(self, position: Position) -> Batches:
         """What becomes visible behind a position: first up to where the follower is, then with it."""
-        async with self.follower.subscribe(execution_id=self.scope.execution_id) as (subscription, snapshot):
+        async with self._subscribe() as (subscription, snapshot):
             async for batch in self._catch_up(position, snapshot):
                 yield batch
             yield Batch((), Following(Position(snapshot)), True)
@@ -123,6 +126,9 @@ class EventStream:
                 page = await subscription.next_page()
                 async for batch in self._load_keys(page, caught_up=True):
                     yield batch
+
+    def _subscribe(self) -> AbstractAsyncContextManager[tuple[Subscription, str]]:
+        return self.follower.subscribe(execution_id=self.scope.execution_id, capacity=CAPACITY)
 
     async def _catch_up(self, position: Position, snapshot: str) -> Batches:
         """The rest of the gap that a resumed stream was in, and the gap from there to a snapshot."""
@@ -143,7 +149,7 @@ class EventStream:
 
     async def _follow_recent(self, after_event_id: int) -> Batches:
         """Without snapshots: what is above the highest id, then what the follower finds, late or not."""
-        async with self.follower.subscribe(execution_id=self.scope.execution_id) as (subscription, _):
+        async with self._subscribe() as (subscription, _):
             sent: set[int] = set()
             async for batch in self._read(Reading(after_event_id), caught_up=False):
                 sent.update(row["event_id"] for row in batch.rows)
