@@ -319,7 +319,9 @@ class StateChange(message.Message):
     after_json: builtins.str
     """JSON text of the value after; absent when there is none."""
     event_id: builtins.int
-    """The last event between the cutoffs that changed it."""
+    """The event that gave the path its value in the second state. Where it has none there: the event that removed it, or else
+    the one that gave it its value in the first.
+    """
     def __init__(
         self,
         *,
@@ -356,7 +358,9 @@ class DiffReplayResponse(message.Message):
     """Checksum of the second state, plain SHA-256 hex. Equal checksums: no changes."""
     @builtins.property
     def changes(self) -> containers.RepeatedCompositeFieldContainer[StateChange]:
-        """By path, ascending."""
+        """By key, in an order in which they can be made one after the other. An entry that is new or gone is one change; of a list
+        that only grew or shrank the elements at its end are, any other list is replaced whole.
+        """
 
     def __init__(
         self,
@@ -468,7 +472,7 @@ class ExplainReplayResponse(message.Message):
     CAUSES_FIELD_NUMBER: builtins.int
     @builtins.property
     def causes(self) -> containers.RepeatedCompositeFieldContainer[StateCause]:
-        """Newest first."""
+        """Newest first; every event after which the value at the path was another than before."""
 
     def __init__(
         self,
