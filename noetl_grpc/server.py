@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from datetime import UTC, datetime, timedelta
@@ -138,8 +139,11 @@ def _reachable(host: str, port: int) -> str:
 
 
 @asynccontextmanager
-async def serving(settings: Settings) -> AsyncIterator[Server]:
-    """A running server for the length of the block; it has drained when the block is left."""
+async def serving(settings: Settings, *, clock: Callable[[], float] = time.time) -> AsyncIterator[Server]:
+    """A running server for the length of the block; it has drained when the block is left.
+
+    `clock` is what ids are made from.
+    """
     if not settings.shards:
         raise SettingsError(
             "no database is configured; set NOETL_DATABASE_URL, such as postgresql://user:password@host:5432/noetl"
@@ -158,7 +162,7 @@ async def serving(settings: Settings) -> AsyncIterator[Server]:
         for pool in _distinct(shards):
             await _until_reachable(pool, lambda pool=pool: _require_schema(pool))  # type: ignore[misc]  # mypy#4226
 
-        ids = IdSource(shards.cluster, machine_id=settings.machine_id)
+        ids = IdSource(shards.cluster, machine_id=settings.machine_id, clock=clock)
         await ids.open()
         stack.push_async_callback(ids.close)
         await stack.enter_async_context(background(ids.run, name="machine lease"))
@@ -417,7 +421,12 @@ async def background(run: Callable[[], Awaitable[None]], *, name: str) -> AsyncI
             await task
 
 
-async def run(settings: Settings, *, ready: Callable[[Server], None] = lambda server: None) -> None:
+async def run(
+    settings: Settings,
+    *,
+    ready: Callable[[Server], None] = lambda server: None,
+    clock: Callable[[], float] = time.time,
+) -> None:
     """Serve until SIGTERM or SIGINT. A second signal ends the process at once."""
     stopping = asyncio.Event()
 
@@ -432,7 +441,7 @@ async def run(settings: Settings, *, ready: Callable[[Server], None] = lambda se
     up = asyncio.Event()
 
     async def serve() -> None:
-        async with serving(settings) as server:
+        async with serving(settings, clock=clock) as server:
             up.set()
             logger.info("serving on %s", server.address)
             ready(server)

@@ -69,9 +69,9 @@ class Scenario(Protocol):
 
 
 def names() -> list[str]:
-    """Every scenario there is."""
+    """Every scenario there is; a module with a leading underscore is part of one."""
     found = (module.name for module in pkgutil.iter_modules(noetl_grpc.checks.__path__))
-    return sorted(name.replace("_", "-") for name in found if name != "frame")
+    return sorted(name.replace("_", "-") for name in found if name != "frame" and not name.startswith("_"))
 
 
 def load(name: str) -> Scenario:
