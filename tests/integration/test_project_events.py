@@ -549,9 +549,7 @@ async def test_a_shard_that_is_down_rejects_its_own_events_only(
         ]
 
 
-@pytest.mark.parametrize(
-    "name", ["enqueue_events", "stored_keys", "catalogs_of_executions", "differing_events"]
-)
+@pytest.mark.parametrize("name", ["enqueue_events", "stored_keys", "catalogs_of_executions"])
 async def test_what_a_batch_asks_of_the_log_is_answered_by_an_index(
     conn: asyncpg.Connection, stub: Stub, name: str
 ) -> None:
@@ -570,7 +568,6 @@ async def test_what_a_batch_asks_of_the_log_is_answered_by_an_index(
         "enqueue_events": [executions, event_ids, None],
         "stored_keys": ["default", "default", executions, [f"key-{number}" for number in event_ids]],
         "catalogs_of_executions": [executions],
-        "differing_events": [executions, None, event_ids, *[None] * (len(COLUMNS) - 3)],
     }
     # A generic plan knows neither the executions nor how many there are.
     await conn.execute("SET plan_cache_mode = force_generic_plan")

@@ -2,8 +2,8 @@
 -- value per event; an array that would hold only NULLs is NULL itself, which costs PostgreSQL nothing.
 
 -- name: insert_events
--- Store what is not stored yet, and say what that was. The rows come sorted by key, so that two batches with the same events wait for
--- each other instead of deadlocking. Times that were not given are the database's own.
+-- Store what is not stored yet, and say what that was. The rows come sorted by key, so that two batches with the same
+-- events wait for each other instead of deadlocking. Times that were not given are the database's own.
 INSERT INTO noetl.event (
     execution_id,
     catalog_id,
@@ -461,7 +461,10 @@ JOIN noetl.event_dead_letter AS d USING (execution_id, event_id);
 -- Those that are unresolved when the lock is ours. Everybody locks in the order of the key.
 SELECT d.execution_id, d.event_id
 FROM noetl.event_dead_letter AS d
-WHERE (d.execution_id, d.event_id) IN (SELECT k.execution_id, k.event_id FROM unnest($1::bigint[], $2::bigint[]) AS k(execution_id, event_id))
+WHERE (d.execution_id, d.event_id) IN (
+        SELECT k.execution_id, k.event_id
+        FROM unnest($1::bigint[], $2::bigint[]) AS k(execution_id, event_id)
+    )
     AND d.resolved_at IS NULL
 ORDER BY d.execution_id, d.event_id
 FOR UPDATE;
