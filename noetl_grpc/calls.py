@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import uuid
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import grpc
@@ -19,27 +18,38 @@ from noetl_grpc.core.access import ANONYMOUS, Caller
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
-@dataclass(slots=True)
+_process = uuid.uuid4().hex[:8]
+_serial = itertools.count(1)
+
+
 class Call:
     """One RPC while it runs."""
 
-    method: str
-    caller: Caller = field(default=ANONYMOUS)
-    request_id: str = ""
-    #: A streaming servicer keeps this at what it last sent; an answer that ends the stream early repeats it.
-    resume_token: str = ""
+    __slots__ = ("_metadata", "_number", "caller", "method", "resume_token")
+
+    def __init__(self, method: str, metadata: Any = ()) -> None:
+        self.method = method
+        self.caller: Caller = ANONYMOUS
+        #: A streaming servicer keeps this at what it last sent; an answer that ends the stream early repeats it.
+        self.resume_token = ""
+        self._metadata = metadata
+        self._number = next(_serial)
+
+    @property
+    def request_id(self) -> str:
+        """The caller's own id where it sent one, so that its log and ours can be read together."""
+        for key, value in self._metadata or ():
+            if key == "x-request-id" and isinstance(value, str):
+                return value[:128]
+        return f"{_process}-{self._number}"
 
 
 _current: ContextVar[Call] = ContextVar("noetl_grpc_call")
 
 
-_process = uuid.uuid4().hex[:8]
-_serial = itertools.count(1)
-
-
 def begin(method: str, metadata: Any) -> Call:
     """A new call of the running task."""
-    call = Call(method, request_id=_request_id(metadata))
+    call = Call(method, metadata)
     _current.set(call)
     return call
 
@@ -47,11 +57,3 @@ def begin(method: str, metadata: Any) -> Call:
 def current() -> Call:
     """The call that the running task serves."""
     return _current.get()
-
-
-def _request_id(metadata: Any) -> str:
-    """The caller's own id where it sent one, so that its log and ours can be read together."""
-    for key, value in metadata or ():
-        if key == "x-request-id" and isinstance(value, str):
-            return value[:128]
-    return f"{_process}-{next(_serial)}"

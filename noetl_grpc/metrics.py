@@ -6,10 +6,16 @@ No label ever holds an execution id, and event types are capped, so that the num
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from importlib.metadata import version
+from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 OUTBOX_STATES = ("pending", "delayed", "in_flight", "expired", "dead")
 SEED_OUTCOMES = ("used", "absent", "tampered", "fold_version", "registry_digest", "straggler")
@@ -19,7 +25,82 @@ TAILER_MODES = ("disabled", "snapshot", "overlap")
 EVENT_TYPES_MAX = 200
 OTHER_EVENT_TYPE = "other"
 
+#: By number, as other gRPC servers label them.
+GRPC_CODES = (
+    "OK",
+    "Canceled",
+    "Unknown",
+    "InvalidArgument",
+    "DeadlineExceeded",
+    "NotFound",
+    "AlreadyExists",
+    "PermissionDenied",
+    "ResourceExhausted",
+    "FailedPrecondition",
+    "Aborted",
+    "OutOfRange",
+    "Unimplemented",
+    "Internal",
+    "Unavailable",
+    "DataLoss",
+    "Unauthenticated",
+)
+
 _LATENCY_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+class MethodSeries:
+    """The series of one method. Plain numbers: only the event loop writes them, and once or more per call."""
+
+    __slots__ = ("counts", "handled", "labels", "seconds_sum", "started")
+
+    def __init__(self, labels: tuple[str, str, str]) -> None:
+        self.labels = labels
+        self.started = 0
+        self.handled = [0] * len(GRPC_CODES)
+        self.counts = [0] * (len(_LATENCY_BUCKETS) + 1)
+        self.seconds_sum = 0.0
+
+    def finish(self, code: int, seconds: float) -> None:
+        """Count a call that ended with the code of this number."""
+        self.handled[code] += 1
+        self.counts[bisect_left(_LATENCY_BUCKETS, seconds)] += 1
+        self.seconds_sum += seconds
+
+
+class RpcSeries(Collector):
+    """`grpc_server_*` with the ecosystem's names and labels.
+
+    The library's own counters lock and search at each step, which every call would pay for.
+    """
+
+    def __init__(self) -> None:
+        self._methods: list[MethodSeries] = []
+
+    def of(self, *, kind: str, service: str, method: str) -> MethodSeries:
+        """New series of a method, at 0."""
+        series = MethodSeries((kind, service, method))
+        self._methods.append(series)
+        return series
+
+    def collect(self) -> Iterable[Metric]:
+        """What a scrape gets."""
+        labels = ("grpc_type", "grpc_service", "grpc_method")
+        started = CounterMetricFamily("grpc_server_started", "RPCs started on the server.", labels=labels)
+        handled = CounterMetricFamily(
+            "grpc_server_handled", "RPCs completed on the server.", labels=(*labels, "grpc_code")
+        )
+        seconds = HistogramMetricFamily(
+            "grpc_server_handling_seconds", "How long RPCs took on the server.", labels=labels
+        )
+        bounds = [*map(floatToGoString, _LATENCY_BUCKETS), "+Inf"]
+        for series in self._methods:
+            started.add_metric(series.labels, series.started)
+            for code, count in zip(GRPC_CODES, series.handled, strict=True):
+                handled.add_metric((*series.labels, code), count)
+            buckets = list(zip(bounds, accumulate(series.counts), strict=True))
+            seconds.add_metric(series.labels, buckets, series.seconds_sum)
+        return started, handled, seconds
 
 
 class Metrics:
@@ -28,18 +109,8 @@ class Metrics:
     def __init__(self, *, shards: int = 1) -> None:
         self.registry = CollectorRegistry()
         self._event_types: set[str] = {OTHER_EVENT_TYPE}
-        rpc = ("grpc_type", "grpc_service", "grpc_method")
-        self.rpc_started = self._counter("grpc_server_started", "RPCs started on the server.", rpc)
-        self.rpc_handled = self._counter(
-            "grpc_server_handled", "RPCs completed on the server.", (*rpc, "grpc_code")
-        )
-        self.rpc_seconds = Histogram(
-            "grpc_server_handling_seconds",
-            "How long RPCs took on the server.",
-            rpc,
-            registry=self.registry,
-            buckets=_LATENCY_BUCKETS,
-        )
+        self.rpc = RpcSeries()
+        self.registry.register(self.rpc)
 
         self.outbox_rows = self._gauge(
             "noetl_outbox_rows", "Outbox rows by state.", ("state",), OUTBOX_STATES

@@ -41,6 +41,7 @@ from noetl_grpc.health import Health
 from noetl_grpc.interceptors.access import Observers
 from noetl_grpc.interceptors.auth import AuthInterceptor, TokenChecker
 from noetl_grpc.interceptors.errors import MethodTable, OpenStreams, Rim
+from noetl_grpc.interceptors.load import Lanes
 from noetl_grpc.metrics import Metrics
 from noetl_grpc.services.intake import Intake
 from noetl_grpc.services.operations import Limits, OperationsServicer, ServerFacts
@@ -62,8 +63,8 @@ from noetl_grpc.storage.pool import Pool, Shards, open_shards
 logger = logging.getLogger("noetl_grpc")
 
 API_VERSION = "noetlpb.v1"
-STREAMS_MAX = 2000
 RETRY_SECONDS_MAX = 10.0
+CONNECTION_CALLS_MAX = 1000
 
 #: What this server serves and what health answers for, by full name.
 SERVICES = tuple(
@@ -181,7 +182,7 @@ async def serving(settings: Settings, *, clock: Callable[[], float] = time.time)
             gauges = SubscriptionGauges(shards, metrics)
             await stack.enter_async_context(background(gauges.run, name="subscription gauges"))
 
-        streams = OpenStreams(limit=STREAMS_MAX)
+        streams = OpenStreams()
         rim = Rim(
             observers=Observers(metrics, _methods()),
             streams=streams,
@@ -192,13 +193,20 @@ async def serving(settings: Settings, *, clock: Callable[[], float] = time.time)
         stack.push_async_callback(outbox.close)
         _add_services(methods, settings, shards, ids, metrics, health, outbox, followers)
         checker = TokenChecker(settings.api_token, tokens_file=settings.tokens_file)
-        grpc_server = _grpc_server(AuthInterceptor(checker, deny=rim.denial))
+        lanes = Lanes(
+            calls_max=settings.calls_max,
+            streams_max=settings.streams_max,
+            streams=[f"/{service}/{method}" for service, method, kind in _methods() if kind != "unary"],
+        )
+        grpc_server = _grpc_server(AuthInterceptor(checker, deny=rim.denial, lanes=lanes))
         grpc_server.add_generic_rpc_handlers((methods,))
         grpc_servers = [grpc_server]
         port = _listen(grpc_server, settings)
         ops_port = None
         if settings.ops_address is not None:
-            ops_server = _grpc_server(AuthInterceptor(checker, deny=rim.denial, public_services=OPS_SERVICES))
+            ops_server = _grpc_server(
+                AuthInterceptor(checker, deny=rim.denial, lanes=lanes, public_services=OPS_SERVICES)
+            )
             ops_server.add_generic_rpc_handlers((methods.only(OPS_SERVICES),))
             ops_port = _listen_ops(ops_server, settings.ops_address)
             grpc_servers.append(ops_server)
@@ -305,6 +313,10 @@ def _grpc_server(auth: AuthInterceptor) -> grpc.aio.Server:
         options=(
             ("grpc.max_receive_message_length", limits.message_bytes),
             ("grpc.max_send_message_length", limits.message_bytes),
+            # One connection alone can't take all the room there is; what is above waits on the caller's side.
+            ("grpc.max_concurrent_streams", CONNECTION_CALLS_MAX),
+            # C-core waits two minutes for a handshake that may never be finished.
+            ("grpc.server_handshake_timeout_ms", 10_000),
             # A second server on the same port must fail, not share its calls.
             ("grpc.so_reuseport", 0),
             # Clients behind a load balancer ping often; C-core's default of five minutes would cut them off.

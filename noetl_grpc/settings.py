@@ -371,6 +371,19 @@ class Settings:
         "Folder of sha256-addressed payload files that replays may resolve.",
     )
 
+    calls_max: int = setting(
+        "NOETL_MAX_CALLS",
+        "2000",
+        _integer(1, 1_000_000),
+        "Calls that are served at the same time; more are refused as overloaded.",
+    )
+    streams_max: int = setting(
+        "NOETL_MAX_STREAMS",
+        "2000",
+        _integer(1, 1_000_000),
+        "Streams that are open at the same time; more are refused as overloaded.",
+    )
+
     drain_seconds: float = setting(
         "NOETL_DRAIN_SECS",
         "5",

@@ -13,34 +13,24 @@ from noetl_grpc.metrics import Metrics
 
 logger = logging.getLogger("noetl_grpc.access")
 
-_CODES = {code.name: "".join(word.title() for word in code.name.split("_")) for code in grpc.StatusCode}
-_CODES["OK"] = "OK"
+_NUMBERS = {code: code.value[0] for code in grpc.StatusCode}
 
 
 class MethodObserver:
     """Counts and logs the calls of one method; its series are looked up once, not per call."""
 
     def __init__(self, metrics: Metrics, *, service: str, method: str, kind: str) -> None:
-        self._labels = (kind, service, method)
-        self._metrics = metrics
-        self._started = metrics.rpc_started.labels(*self._labels)
-        self._seconds = metrics.rpc_seconds.labels(*self._labels)
-        self._handled = {grpc.StatusCode.OK: metrics.rpc_handled.labels(*self._labels, "OK")}
+        self._series = metrics.rpc.of(kind=kind, service=service, method=method)
 
     def start(self) -> float:
         """Count a call and return when it began."""
-        self._started.inc()
+        self._series.started += 1
         return time.perf_counter()
 
     def finish(self, call: Call, code: grpc.StatusCode, began: float, *, reason: str = "") -> None:
         """Count and log how it ended."""
         seconds = time.perf_counter() - began
-        handled = self._handled.get(code)
-        if handled is None:
-            handled = self._metrics.rpc_handled.labels(*self._labels, _CODES[code.name])
-            self._handled[code] = handled
-        handled.inc()
-        self._seconds.observe(seconds)
+        self._series.finish(_NUMBERS[code], seconds)
         level = logging.DEBUG if code is grpc.StatusCode.OK else logging.INFO
         if logger.isEnabledFor(level):
             logger.log(

@@ -17,6 +17,7 @@ import orjson
 from noetl_grpc import calls
 from noetl_grpc.core.access import Caller, authorise, parse_tokens
 from noetl_grpc.errors import AuthNotConfigured, InvalidRequest, NoetlError, SettingsError, Unauthenticated
+from noetl_grpc.interceptors.load import Lanes
 
 logger = logging.getLogger("noetl_grpc.auth")
 
@@ -132,10 +133,12 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         checker: TokenChecker,
         *,
         deny: Callable[[str, NoetlError], Handler],
+        lanes: Lanes,
         public_services: frozenset[str] = PUBLIC_SERVICES,
     ) -> None:
         self._checker = checker
         self._deny = deny
+        self._lanes = lanes
         self._public_services = public_services
 
     async def intercept_service(
@@ -145,12 +148,15 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     ) -> Handler | None:
         method, metadata = handler_call_details.method, handler_call_details.invocation_metadata
         call = calls.begin(method, metadata)
-        if method[1 : method.rfind("/")] not in self._public_services:
-            try:
+        try:
+            if method[1 : method.rfind("/")] in self._public_services:
+                self._lanes.public.enter()
+            else:
                 caller = self._checker.authenticate(metadata)
                 if caller.is_limited:
                     authorise(caller, method)
                 call.caller = caller
-            except NoetlError as error:
-                return self._deny(method, error)
+                self._lanes.of(method).enter()
+        except NoetlError as error:
+            return self._deny(method, error)
         return await continuation(handler_call_details)

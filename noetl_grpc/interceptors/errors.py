@@ -25,7 +25,6 @@ from noetl_grpc.errors import (
     Internal,
     InvalidRequest,
     NoetlError,
-    Overloaded,
     RequestTooLarge,
     ResourceExhausted,
     ShuttingDown,
@@ -56,22 +55,16 @@ class OpenStream:
 
 
 class OpenStreams:
-    """The streams being served: bounded in number, and ended together when the server goes away."""
+    """The streams being served, which are ended together when the server goes away."""
 
-    def __init__(self, *, limit: int) -> None:
-        self._limit = limit
+    def __init__(self) -> None:
         self._open: set[OpenStream] = set()
         self._ending = False
 
     def enter(self) -> OpenStream:
-        """Count the running task in; refuses one too many."""
+        """Count the running task in."""
         if self._ending:
             raise ShuttingDown("the server is shutting down")
-        if len(self._open) >= self._limit:
-            raise Overloaded(
-                f"{self._limit} streams are open, which is the limit; try again later",
-                metadata={"limit": self._limit},
-            )
         task = asyncio.current_task()
         assert task is not None
         stream = OpenStream(task)
