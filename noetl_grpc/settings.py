@@ -504,6 +504,38 @@ class ClientSettings:
         return replace(self, address=address, token=token)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """What a worker needs beside the server: the broker, and how to log."""
+
+    nats_url: str = setting(
+        "NOETL_NATS_URL", "", _broker_url, "The NATS servers, separated by commas.", secret=True
+    )
+    log_level: str = setting(
+        "NOETL_LOG_LEVEL",
+        "info",
+        _one_of("debug", "info", "warning", "error"),
+        "Least severity that is logged.",
+    )
+    log_format: str = setting(
+        "NOETL_LOG_FORMAT",
+        "auto",
+        _one_of("auto", "json", "text"),
+        "JSON lines or text; auto is text on a terminal.",
+    )
+
+    @classmethod
+    def from_env(
+        cls, env: Mapping[str, str] = os.environ, *, nats_url: str = "", folder: Path = Path()
+    ) -> WorkerSettings:
+        """The environment, where the argument is silent; else what `noetl-grpc dev` in the folder says."""
+        settings = cls(**_parse(cls, {**env, "NOETL_NATS_URL": nats_url} if nats_url else env))
+        url = settings.nats_url or _dev_server(folder / DEV_READY_FILE).get("nats_url", "")
+        if not url:
+            raise SettingsError("no broker is configured; set NOETL_NATS_URL, such as nats://host:4222")
+        return replace(settings, nats_url=url)
+
+
 def _dev_server(ready_file: Path) -> dict[str, str]:
     try:
         document = json.loads(ready_file.read_text())

@@ -7,7 +7,19 @@ from typing import Annotated
 
 import typer
 
-from noetl_grpc.cli import measure, outbox, projection, replay, run, schema, subscription, tailer, token
+from noetl_grpc.cli import (
+    demo,
+    measure,
+    outbox,
+    projection,
+    replay,
+    run,
+    schema,
+    subscription,
+    tailer,
+    token,
+    top,
+)
 from noetl_grpc.errors import SchemaError, SettingsError
 
 app = typer.Typer(
@@ -21,7 +33,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-for part in (run.app, replay.app, schema.app, measure.app):
+for part in (run.app, demo.app, top.app, replay.app, schema.app, measure.app):
     app.registered_commands += part.registered_commands
 for name, group in (
     ("outbox", outbox.app),

@@ -143,14 +143,15 @@ class _Replay:
         if not found.changes:
             self._session.say("nothing changed")
             return
+        width = max(20, self._session.console.width - 6)
         for change in found.changes:
             self._session.say(
                 f"[bold]{form.short(change.path, 100)}[/bold]  [dim]event {change.event_id}[/dim]"
             )
             if change.before_json is not None:
-                self._session.say(f"  [red]- {form.short(change.before_json, 100)}[/red]")
+                self._session.say(f"  [red]- {form.short(change.before_json, width)}[/red]")
             if change.after_json is not None:
-                self._session.say(f"  [green]+ {form.short(change.after_json, 100)}[/green]")
+                self._session.say(f"  [green]+ {form.short(change.after_json, width)}[/green]")
 
     async def explain(self, pointer: str) -> None:
         causes = await self._replay.explain(

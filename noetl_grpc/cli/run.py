@@ -18,7 +18,8 @@ from rich.console import Console
 from noetl_grpc import logs
 from noetl_grpc.cli.files import write_atomically
 from noetl_grpc.cli.loop import run as run_loop
-from noetl_grpc.settings import Settings
+from noetl_grpc.cli.shell import program
+from noetl_grpc.settings import DEV_READY_FILE, Settings
 
 if TYPE_CHECKING:
     from noetl_grpc.server import Server
@@ -84,14 +85,19 @@ def dev(
 
 
 async def _dev(
-    console: Console, port: int, data_dir: Path, ready_file: Path | None, catalog: Path | None
+    console: Console,
+    port: int,
+    data_dir: Path,
+    ready_file: Path | None,
+    catalog: Path | None,
 ) -> None:
     from noetl_grpc import server
 
     async with _local_stack(console, data_dir, catalog) as local:
         token = os.environ.get("NOETL_INTERNAL_API_TOKEN", "").strip() or _kept_token(data_dir / "token")
+        given = Settings.from_env()
         settings = replace(
-            Settings.from_env(),
+            given,
             grpc_host="127.0.0.1",
             grpc_port=port,
             metrics_address=("127.0.0.1", 0),
@@ -102,14 +108,20 @@ async def _dev(
             nats_url=local.nats_url,
             api_token=token,
             drain_seconds=0.0,
+            event_stream=replace(given.event_stream, enabled=True),
         )
+        ready_files = (data_dir / DEV_READY_FILE.name, *([ready_file] if ready_file else []))
 
         def ready(running: Server) -> None:
-            if ready_file is not None:
-                _write_ready_file(ready_file, running, token, local)
+            for path in ready_files:
+                _write_ready_file(path, running, token, local)
             _greet(console, running, token, data_dir)
 
-        await server.run(settings, ready=ready)
+        try:
+            await server.run(settings, ready=ready)
+        finally:
+            # The folder's own one says that a server runs; it must not outlive it.
+            ready_files[0].unlink(missing_ok=True)
         console.print("stopping PostgreSQL and NATS")
 
 
@@ -179,19 +191,18 @@ def _write_ready_file(path: Path, running: Server, token: str, local: _Local) ->
 
 
 def _greet(console: Console, running: Server, token: str, data_dir: Path) -> None:
-    curl = "buf curl --protocol grpc --http2-prior-knowledge"
-    if os.environ.get("VIRTUAL_ENV") is None:
-        curl = f".venv/bin/{curl}" if Path(".venv/bin/buf").exists() else curl
-    base = f"http://{running.address}"
-    header = f"-H 'authorization: Bearer {token}'"
+    # Elsewhere than in the default folder a command must be told where the server is.
+    is_found = data_dir.resolve() == DEV_READY_FILE.parent.resolve()
+    where = "" if is_found else f" --address {running.address} --token-file {data_dir / 'token'}"
     console.print(f"\n[bold green]ready[/bold green] on [bold]{running.address}[/bold]")
     console.print(f"token    {token}   (kept in {data_dir / 'token'})", highlight=False)
     console.print(f"metrics  {running.metrics_url}", highlight=False)
     console.print("\nTry in another terminal:")
-    for command in (
-        f"{curl} --list-services {base}",
-        f"{curl} -d '{{}}' {base}/grpc.health.v1.Health/Check",
-        f"{curl} {header} -d '{{}}' {base}/noetlpb.v1.OperationsService/GetServerInfo",
+    for line, what in (
+        ("demo", "write sample executions and watch them flow"),
+        ("top", "a live screen; q ends it"),
+        ("outbox stats", "what waits to be published"),
     ):
-        console.print(f"  {command}", highlight=False, soft_wrap=True, markup=False)
+        typed = f"  {program()} {line}{where}"
+        console.print(f"{typed:<40} # {what}", highlight=False, soft_wrap=True, markup=False)
     console.print("\nCtrl-C ends everything.")

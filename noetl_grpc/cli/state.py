@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import TypeVar
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -14,6 +15,8 @@ from noetl_grpc.cli import form
 from noetl_grpc.cli.remote import Session
 from noetl_grpc.client.events import EventEnvelope
 from noetl_grpc.client.state import ReplayedState
+
+T = TypeVar("T")
 
 #: Of each kind; a state may have thousands of commands.
 SHOWN_MAX = 20
@@ -31,15 +34,16 @@ class Step:
     last_type: str
     failures: int
 
-    @property
-    def word(self) -> str:
-        """How it went."""
-        kind = self.last_type.replace("_", ".")
-        if kind.endswith(("failed", "error", "abandoned")):
+    def word(self, *, is_over: bool) -> str:
+        """How it went, as far as its last event tells."""
+        last = self.last_type.replace("_", ".").rpartition(".")[2]
+        if last in ("failed", "error", "abandoned"):
             return "FAILED"
-        if kind.endswith(("completed", "exit", "done", "closed", "committed")):
+        if last in ("completed", "exit", "done", "closed", "committed"):
             return "COMPLETED"
-        return "CANCELLED" if kind.endswith("cancelled") else "RUNNING"
+        if last == "cancelled":
+            return "CANCELLED"
+        return "" if is_over else "RUNNING"
 
 
 def add_to_steps(steps: dict[str, Step], events: Iterable[EventEnvelope]) -> None:
@@ -56,7 +60,7 @@ def add_to_steps(steps: dict[str, Step], events: Iterable[EventEnvelope]) -> Non
         step.failures += "failed" in kind or "error" in kind
 
 
-def timeline(steps: Iterable[Step], *, width: int = BAR_CHARACTERS) -> RenderableType:
+def timeline(steps: Iterable[Step], *, is_over: bool, width: int = BAR_CHARACTERS) -> RenderableType:
     """When each step ran, against the whole execution."""
     ordered = sorted(steps, key=lambda step: step.began)
     if not ordered:
@@ -72,7 +76,7 @@ def timeline(steps: Iterable[Step], *, width: int = BAR_CHARACTERS) -> Renderabl
         retried = f" [yellow]{form.count(step.failures, 'failure')}[/yellow]" if step.failures else ""
         table.add_row(
             form.short(step.name, 28),
-            form.state(step.word),
+            form.state(step.word(is_over=is_over)),
             f"+{form.span(begins)}",
             form.span(took),
             f"{step.events:,}{retried}",
@@ -85,7 +89,8 @@ def render_state(state: ReplayedState, steps: Iterable[Step] | None = None) -> R
     """All that there is to see of a state."""
     parts: list[RenderableType] = [_heading(state)]
     if steps is not None:
-        parts += ["", timeline(steps)]
+        status = state.execution.status if state.execution else ""
+        parts += ["", timeline(steps, is_over=status in ("COMPLETED", "FAILED", "CANCELLED"))]
     parts += [part for surface in (_stages, _loops, _commands, _frames, _objects) for part in surface(state)]
     parts += [
         Text.from_markup(
@@ -130,6 +135,11 @@ def _surface(title: str, columns: Iterable[str], rows: Sequence[tuple[str, ...]]
     return ["", Text(title, style="bold"), table, *more]
 
 
+def _in_order(surface: Mapping[str, T]) -> list[T]:
+    """By the ids, of which most grow with time."""
+    return [surface[key] for key in sorted(surface, key=lambda key: (len(key), key))]
+
+
 def _stages(state: ReplayedState) -> list[RenderableType]:
     rows = [
         (
@@ -140,7 +150,7 @@ def _stages(state: ReplayedState) -> list[RenderableType]:
             f"{one.row_count:,}",
             f"[red]{one.failed_count:,}[/red]" if one.failed_count else "0",
         )
-        for one in state.stages.values()
+        for one in _in_order(state.stages)
     ]
     return _surface("stages", ("stage", "", "step", "frames", "rows", "failed"), rows)
 
@@ -154,7 +164,7 @@ def _loops(state: ReplayedState) -> list[RenderableType]:
             f"[red]{one.failed:,} failed[/red]" if one.failed else "",
             "completed" if one.completed else "",
         )
-        for one in state.loops.values()
+        for one in _in_order(state.loops)
     ]
     return _surface("loops", ("loop", "step", "done", "", ""), rows)
 
@@ -167,7 +177,7 @@ def _commands(state: ReplayedState) -> list[RenderableType]:
             form.short(one.worker_id or "–", 24),
             form.short(one.frame_id or "–", 20),
         )
-        for one in state.commands.values()
+        for one in _in_order(state.commands)
     ]
     return _surface("commands", ("command", "", "worker", "frame"), rows)
 
@@ -181,7 +191,7 @@ def _frames(state: ReplayedState) -> list[RenderableType]:
             f"{one.row_count:,}",
             f"{one.attempts:,}",
         )
-        for one in state.frames.values()
+        for one in _in_order(state.frames)
     ]
     return _surface("frames", ("frame", "", "stage", "rows", "attempts"), rows)
 
@@ -194,6 +204,6 @@ def _objects(state: ReplayedState) -> list[RenderableType]:
             str(one.version),
             form.short(one.attributes_json, 60),
         )
-        for one in state.business_objects.values()
+        for one in _in_order(state.business_objects)
     ]
     return _surface("business objects", ("object", "", "version", "attributes"), rows)

@@ -106,7 +106,8 @@ def _value_reader(hint: Any, descriptor: Any) -> Read:
     if origin in (dict, Mapping):
         value_descriptor = descriptor.message_type.fields_by_name["value"]
         item = _value_reader(get_args(hint)[1], value_descriptor)
-        return dict if item is _same else lambda values: {key: item(value) for key, value in values.items()}
+        # A map has no order of its own; a document should be the same every time.
+        return lambda values: {key: item(values[key]) for key in sorted(values)}
     if hint is datetime:
         return lambda value: _EPOCH + timedelta(seconds=value.seconds, microseconds=value.nanos // 1000)
     if hint is timedelta:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import itertools
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 
 import asyncpg
 import pytest
 
-from noetl_grpc import NoetlClient, OutboxMessage
+from noetl_grpc import EventEnvelope, NoetlClient, OutboxMessage
+from noetl_grpc.cli.story import Story, stories
 from noetl_grpc.server import Server
 from tests.cli import Cli
 from tests.conftest import TOKEN
@@ -31,7 +35,11 @@ async def test_wrong_token_no_token_no_server_bad_arguments_unknown_things(cli: 
         (cli("outbox", "stats", code=4, NOETL_INTERNAL_API_TOKEN=""), "NOETL_INTERNAL_API_TOKEN"),
         (cli("outbox", "stats", "--address", "127.0.0.1:1", code=3), "noetl-grpc dev"),
         (cli("subscription", "get", "99", code=1), "99"),
+        (cli("subscription", "get", "demo/none", code=1), "demo/none"),
         (cli("subscription", "register", "demo/none", code=1), "demo/none"),
+        (cli("projection", "get", "99", code=1), "99"),
+        (cli("projection", "retry", code=2), "--all"),
+        (cli("replay", "7", "--rules", "odd", code=2), "union"),
         (cli("outbox", "requeue", code=2), "--all"),
         (cli("outbox", "dead", "--dead-before", "soon", code=2), "--dead-before"),
         (cli("subscription", "list", "--state", "odd", code=2), "active"),
@@ -77,6 +85,113 @@ async def test_outbox_counts(cli: Cli, client: NoetlClient) -> None:
     assert "pending" in table.out
 
 
+@pytest.fixture
+async def told(client: NoetlClient, conn: asyncpg.Connection) -> Story:
+    """An execution with a loop and a business object, in the log."""
+    catalog_id = await add_entry(conn, "demo/order", kind="playbook")
+    ids = itertools.count(1000)
+    telling = stories(lambda: next(ids), catalog_id=catalog_id, parent_id=1, now=lambda: datetime.now(UTC))
+    _, story = itertools.islice(telling, 2)
+    await client.projection.project_events(story.events)
+    return story
+
+
+async def test_replay_shows_state_timeline_differences_and_causes(cli: Cli, told: Story) -> None:
+    first, last = told.events[0].event_id, told.events[-1].event_id
+    state, shown, early, canonical = await asyncio.gather(
+        cli("replay", told.execution_id, "--json"),
+        cli("replay", told.execution_id),
+        cli("replay", told.execution_id, "--as-of", first, "--json"),
+        cli("replay", told.execution_id, "--canonical"),
+    )
+    difference, coloured, causes, nothing = await asyncio.gather(
+        cli("replay", told.execution_id, "--diff", first, last, "--json"),
+        cli("replay", told.execution_id, "--diff", first, last),
+        cli("replay", told.execution_id, "--explain", "/execution/status", "--json"),
+        cli("replay", 999_999, code=1),
+    )
+
+    assert state.document["execution"]["status"] == "COMPLETED"
+    assert state.document["last_event_id"] == str(last)
+    assert "reserve" in shown.out
+    assert "3 of 3" in shown.out
+    assert early.document["execution"]["status"] == "RUNNING"
+    assert hashlib.sha256(canonical.out.encode()).hexdigest() == state.document["checksum"]["value"]
+    assert "/execution/status" in {change["path"] for change in difference.document["changes"]}
+    assert "COMPLETED" in coloured.out
+    assert [cause["value_json"] for cause in causes.document["causes"]] == ['"COMPLETED"', '"RUNNING"']
+    assert "no events" in nothing.out
+
+
+async def test_the_read_model_is_advanced_verified_repaired_and_waited_for(
+    cli: Cli, told: Story, conn: asyncpg.Connection
+) -> None:
+    last = told.events[-1].event_id
+    missing, late = await asyncio.gather(
+        cli("projection", "verify", "--json", code=1),
+        cli("projection", "wait", told.execution_id, last, "--timeout", "0.1", "--json", code=1),
+    )
+    advanced = await cli("projection", "advance", told.execution_id, 99, "--json", code=1)
+    found, shown, waited, same = await asyncio.gather(
+        cli("projection", "get", told.execution_id, "--json"),
+        cli("projection", "get", told.execution_id),
+        cli("projection", "wait", told.execution_id, last, "--json"),
+        cli("projection", "verify"),
+    )
+    await conn.execute("UPDATE noetl.projection_snapshot SET checksum = 'x'")
+    repaired = await cli("projection", "verify", told.execution_id, "--repair", "--json")
+
+    assert [line["outcome"] for line in missing.lines] == ["MISSING"]
+    assert late.document == {"included": False, "version": "0"}
+    (one,) = advanced.document["advanced"]
+    assert (one["execution_id"], one["version"], one["events"]) == (
+        str(told.execution_id),
+        str(last),
+        len(told.events),
+    )
+    assert [bad["reason"] for bad in advanced.document["failed"]] == ["NO_EVENTS"]
+    assert found.document["state"]["execution"]["status"] == "COMPLETED"
+    assert "COMPLETED" in shown.out
+    assert waited.document["included"] is True
+    assert "1 same" in same.out
+    assert [line["repaired"] for line in repaired.lines] == [True]
+
+
+async def test_parked_events_are_listed_and_tried_again(cli: Cli, client: NoetlClient) -> None:
+    await client.projection.project_events(
+        [EventEnvelope(execution_id=5, event_id=6, event_type="playbook.initialized")]
+    )
+    listed, table, retried, bad = await asyncio.gather(
+        cli("projection", "dead", "--json", "--payload"),
+        cli("projection", "dead"),
+        cli("projection", "retry", "5/6", "--json", code=1),
+        cli("projection", "retry", "five", code=2),
+    )
+    purged, counted = await asyncio.gather(
+        cli("projection", "purge", "--dry-run", "--json"), cli("projection", "purge", "--outbox-days", "1")
+    )
+
+    (event,) = listed.lines
+    assert (event["execution_id"], event["event_id"], event["reason"]) == ("5", "6", "CATALOG_UNKNOWN")
+    assert "CATALOG_UNKNOWN" in table.out
+    assert retried.document["failed"][0]["reason"] == "CATALOG_UNKNOWN"
+    assert "EXECUTION/EVENT" in bad.err
+    assert purged.document["outbox_purged"] == 0
+    assert "deleted" in counted.out
+
+
+async def test_top_prints_one_screen_or_lines_of_json(cli: Cli) -> None:
+    screen, line = await asyncio.gather(
+        cli("top", "--once", "--interval", "0.2"), cli("top", "--once", "--interval", "0.2", "--json")
+    )
+
+    assert "OUTBOX" in screen.out
+    assert line.document["outbox"]["pending"] == 0
+    assert line.document["per_second"]["rpcs"] > 0
+    refused = await cli("top", "--once", code=4, NOETL_INTERNAL_API_TOKEN="wrong")
+    assert len(refused.err.splitlines()) == 1
+
+
 async def test_a_subscription_from_registration_to_its_end(cli: Cli, conn: asyncpg.Connection) -> None:
     await add_entry(conn, "demo/feed")
 
@@ -91,9 +206,12 @@ async def test_a_subscription_from_registration_to_its_end(cli: Cli, conn: async
     illegal = await cli("subscription", "pause", subscription_id, code=1)
     outdated = await cli("subscription", "deactivate", subscription_id, "--etag", etag, code=1)
     await cli("subscription", "deactivate", subscription_id)
-    events, table = await asyncio.gather(
-        cli("subscription", "events", subscription_id, "--json"),
+    events, table, living, ended, listing = await asyncio.gather(
+        cli("subscription", "events", "demo/feed", "--json"),
         cli("subscription", "events", subscription_id),
+        cli("subscription", "list", "--state", "active", "--json"),
+        cli("subscription", "list", "--state", "deactivated", "--path-prefix", "demo/", "--json"),
+        cli("subscription", "list"),
     )
 
     assert isinstance(subscription_id, str)
@@ -110,3 +228,6 @@ async def test_a_subscription_from_registration_to_its_end(cli: Cli, conn: async
         "DEACTIVATED",
     ]
     assert "go live" in table.out
+    assert living.lines == []
+    assert [one["subscription_id"] for one in ended.lines] == [subscription_id]
+    assert "demo/feed" in listing.out
