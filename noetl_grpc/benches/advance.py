@@ -95,14 +95,16 @@ async def _prepare(conn: Any) -> None:
 
 
 async def _write(conn: Any, ids: list[int], first: int, count: int) -> None:
-    """Events like those of a fan-out: commands and stages that begin and end."""
+    """Events as a playbook leaves them: ten for each command it runs, from entering the step to leaving it."""
     await conn.execute(
         """
         INSERT INTO noetl.event
-            (execution_id, event_id, catalog_id, event_type, node_name, status, stage_id, command_id, meta, result)
+            (execution_id, event_id, catalog_id, event_type, node_name, status, command_id, meta, result)
         SELECT execution_id, event_id, $4,
-            (ARRAY['command.issued', 'command.started', 'command.completed', 'step.exit'])[1 + event_id % 4],
-            'step_' || event_id % 5, 'COMPLETED', event_id % 3, event_id / 4,
+            (ARRAY['step.enter', 'command.issued', 'command.claimed', 'command.started', 'command.heartbeat',
+                'command.heartbeat', 'command.heartbeat', 'call.done', 'command.completed', 'step.exit'])
+                [1 + event_id % 10],
+            'step_' || event_id / 10, 'COMPLETED', event_id / 10,
             jsonb_build_object('attempt', 1, 'worker', 'pool-' || event_id % 8, 'note', repeat('x', 200)),
             jsonb_build_object('status', 'ok', 'context', jsonb_build_object('rows', event_id, 'text', repeat('y', 99)))
         FROM unnest($1::bigint[]) AS execution_id, generate_series($2::bigint, $2::bigint + $3::bigint - 1) AS event_id

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from typing import Protocol
 
 from noetlpb.v1 import projection_pb2 as pb
@@ -11,13 +10,13 @@ from noetlpb.v1 import projection_pb2 as pb
 from noetl_grpc.convert.moments import timestamp_to_pb
 from noetl_grpc.convert.replay import state_to_pb
 from noetl_grpc.core.access import Tenant, tenant_named
-from noetl_grpc.core.checksums import Checksums, Steps
+from noetl_grpc.core.checksums import Steps
 from noetl_grpc.core.envelope import Problem
 from noetl_grpc.core.numbers import all_warnings
 from noetl_grpc.core.parking import DeadEvent
-from noetl_grpc.core.projections import Advanced, Check, NotAdvanced, Verified
+from noetl_grpc.core.projections import Advanced, Check, NotAdvanced, Projection, Verified
 from noetl_grpc.core.retention import Policy, make_policy
-from noetl_grpc.core.snapshots import RULES, Snapshot
+from noetl_grpc.core.snapshots import RULES
 from noetl_grpc.errors import InvalidRequest
 
 WAIT_SECONDS_DEFAULT = 30.0
@@ -104,16 +103,16 @@ def advance_to_pb(outcomes: Iterable[Advanced | NotAdvanced]) -> pb.AdvanceProje
     return response
 
 
-def projection_to_pb(snapshot: Snapshot, updated_at: datetime) -> Steps[pb.GetProjectionResponse]:
+def projection_to_pb(projection: Projection) -> Steps[pb.GetProjectionResponse]:
     """A stored state as a replay would answer it."""
-    checksums = Checksums(snapshot.checksum, snapshot.surface_checksums)
+    snapshot = projection.snapshot
     warnings = all_warnings(snapshot.warnings, snapshot.warnings_left_out)
-    state = yield from state_to_pb(snapshot.state, RULES, checksums, warnings)
+    state = yield from state_to_pb(snapshot.state, RULES, projection.checksums, warnings)
     return pb.GetProjectionResponse(
         state=state,
         version=snapshot.version,
         event_count=snapshot.event_count,
-        updated_at=timestamp_to_pb(updated_at),
+        updated_at=timestamp_to_pb(projection.updated_at),
     )
 
 

@@ -35,12 +35,17 @@ class Checksums:
     canonical_json: bytes | None = None
 
 
+def state_checksum(state: Mapping[str, Any]) -> Steps[tuple[str, bytes]]:
+    """The checksum over all of it, and the text that was hashed."""
+    floats = yield from _floats_of(state)
+    text = yield from _state_text(state, floats)
+    return hashlib.sha256(text).hexdigest(), text
+
+
 def checksums_of(state: Mapping[str, Any], *, keep_text: bool = False) -> Steps[Checksums]:
     digest = hashlib.sha256()
     pieces: list[bytes] = []
-    floats: dict[str, bool] = {}
-    for surface in SURFACES:
-        floats[surface] = yield from _surface_holds_float(surface, state[surface])
+    floats = yield from _floats_of(state)
     for piece in _state_pieces(state, floats):
         digest.update(piece)
         if keep_text:
@@ -60,6 +65,21 @@ def finish(steps: Steps[T]) -> T:
         except StopIteration as stop:
             result: T = stop.value
             return result
+
+
+def _floats_of(state: Mapping[str, Any]) -> Steps[dict[str, bool]]:
+    floats: dict[str, bool] = {}
+    for surface in SURFACES:
+        floats[surface] = yield from _surface_holds_float(surface, state[surface])
+    return floats
+
+
+def _state_text(state: Mapping[str, Any], floats: Mapping[str, bool]) -> Steps[bytes]:
+    pieces: list[bytes] = []
+    for piece in _state_pieces(state, floats):
+        pieces.append(piece)
+        yield
+    return b"".join(pieces)
 
 
 def _surface_holds_float(surface: str, entries: Mapping[str, JsonObject]) -> Steps[bool]:

@@ -89,8 +89,15 @@ class Identity:
 class Fold:
     """The state of one execution so far."""
 
-    def __init__(self, identity: Identity, rules: FoldRules, base: Mapping[str, Any] | None = None) -> None:
-        """Start from nothing, or go on from the state of an earlier fold, which is copied."""
+    def __init__(
+        self,
+        identity: Identity,
+        rules: FoldRules,
+        base: Mapping[str, Any] | None = None,
+        *,
+        takes_base: bool = False,
+    ) -> None:
+        """Start from nothing, or go on from the state of an earlier fold, which is copied unless it is given away."""
         self.rules = rules
         self._numbers = Numbers(rules.value)
         initial: JsonObject = {
@@ -100,7 +107,9 @@ class Fold:
             "execution": {"status": UNKNOWN, "last_node_name": None, "payload_refs": []},
             **{surface: {} for surface in SURFACES},
         }
-        kept = copy_json({key: value for key, value in (base or {}).items() if key not in CHECKSUM_KEYS})
+        kept: JsonObject = {key: value for key, value in (base or {}).items() if key not in CHECKSUM_KEYS}
+        if not takes_base:
+            kept = copy_json(kept)
         #: what is hashed; read it, never change it
         self.state: JsonObject = {
             **initial,

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import datetime
 from enum import Enum
+
+from noetl_grpc.core.checksums import Checksums
+from noetl_grpc.core.snapshots import Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +48,12 @@ class Verified:
     stored_checksum: str
     log_checksum: str
     repaired: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """A stored snapshot, its checksums, and when it was written."""
+
+    snapshot: Snapshot
+    checksums: Checksums
+    updated_at: datetime

@@ -1,12 +1,13 @@
 """A stored state: how it is written down, and whether a fold may go on from it.
 
-A snapshot row holds the finished state of an execution under the union rules. JSONB keeps no order of keys, and the
-order in which ids were first touched can decide a checksum, so the order is kept beside the state where they differ.
-A seed is used only if it proves to be what we would have folded ourselves.
+A snapshot row holds the state of an execution under the union rules, sealed with a digest of the whole row. JSONB
+keeps no order of keys, and the order in which ids were first touched can decide a checksum, so the order is kept
+beside the state where they differ. A seed is used only if it proves to be what we would have folded ourselves.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -15,8 +16,8 @@ from typing import Any
 
 import orjson
 
-from noetl_grpc.core.canonical import JsonObject, canonical_json
-from noetl_grpc.core.checksums import ALGORITHM, Checksums, Steps, checksums_of
+from noetl_grpc.core.canonical import JsonObject
+from noetl_grpc.core.checksums import ALGORITHM, Steps, state_checksum
 from noetl_grpc.core.decode import decode_column
 from noetl_grpc.core.fold import CHECKSUM_KEYS, FOLD_VERSION, SURFACES, Fold
 from noetl_grpc.core.following import is_snapshot
@@ -46,12 +47,15 @@ class SnapshotRow:
     version: int
     snapshot_json: str
     checksum: str
+    #: Without the seal.
     meta_json: str
+    #: Digest of both documents as the database prints them, which it adds when it stores them.
+    seal: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A row whose shape is ours. Its checksum is verified by `proven`."""
+    """A row that is sealed, of our shape and our fold version."""
 
     execution_id: int
     #: Highest event id folded.
@@ -64,7 +68,6 @@ class Snapshot:
     rules: str
     registry_digest: str
     state: JsonObject
-    surface_checksums: dict[str, str]
     warnings: tuple[FoldWarning, ...]
     warnings_left_out: int
 
@@ -75,7 +78,9 @@ class Folded:
 
     execution_id: int
     state: JsonObject
-    checksums: Checksums
+    checksum: str
+    #: The text that was hashed.
+    text: bytes
     log_snapshot: str | None
     warnings: Sequence[FoldWarning]
     warnings_left_out: int
@@ -104,12 +109,14 @@ def execution_id_of(aggregate: str) -> int | None:
     return int(parts[1])
 
 
-def folded_of(fold: Fold, checksums: Checksums, *, log_snapshot: str | None) -> Folded:
+def folded_of(fold: Fold, *, log_snapshot: str | None) -> Steps[Folded]:
     """What a finished fold leaves to be stored."""
+    checksum, text = yield from state_checksum(fold.state)
     return Folded(
         execution_id=fold.state["execution_id"],
         state=fold.state,
-        checksums=checksums,
+        checksum=checksum,
+        text=text,
         log_snapshot=log_snapshot,
         warnings=fold.noted_warnings,
         warnings_left_out=fold.warnings_left_out,
@@ -117,14 +124,13 @@ def folded_of(fold: Fold, checksums: Checksums, *, log_snapshot: str | None) -> 
 
 
 def write(folded: Folded) -> SnapshotRow:
-    """The row of a state."""
+    """The row of a state; the checksums of its surfaces are left to whoever reads it."""
     state = folded.state
-    finished = {
-        **state,
-        "checksum_algorithm": ALGORITHM,
-        "checksum": folded.checksums.value,
-        "projection_checksums": folded.checksums.surfaces,
-    }
+    finished = b'%s,"checksum":"%s","checksum_algorithm":"%s"}' % (
+        folded.text[:-1],
+        folded.checksum.encode(),
+        ALGORITHM.encode(),
+    )
     meta: dict[str, Any] = {
         "projector": "noetl_grpc",
         "fold_version": FOLD_VERSION,
@@ -142,8 +148,8 @@ def write(folded: Folded) -> SnapshotRow:
     return SnapshotRow(
         execution_id=folded.execution_id,
         version=folded.version,
-        snapshot_json=canonical_json(finished).decode(),
-        checksum=folded.checksums.value,
+        snapshot_json=finished.decode(),
+        checksum=folded.checksum,
         meta_json=orjson.dumps(meta).decode(),
     )
 
@@ -155,11 +161,12 @@ def read(row: SnapshotRow) -> Snapshot | SeedOutcome:
         return SeedOutcome.TAMPERED
     if meta.get("projector") != "noetl_grpc" or meta.get("fold_version") != FOLD_VERSION:
         return SeedOutcome.FOLD_VERSION
-    surface_checksums = state.get("projection_checksums")
+    sealed = hashlib.sha256(f"{row.snapshot_json}\n{row.meta_json}".encode()).hexdigest()
     event_count, log_snapshot = meta.get("event_count"), meta.get("log_snapshot")
     if (
-        not isinstance(event_count, int)
-        or not isinstance(surface_checksums, dict)
+        sealed != row.seal
+        or not isinstance(event_count, int)
+        or state.get("checksum") != row.checksum
         or state.get("event_count") != event_count
         or state.get("last_event_id") != row.version
         or state.get("execution_id") != row.execution_id
@@ -187,24 +194,17 @@ def read(row: SnapshotRow) -> Snapshot | SeedOutcome:
         rules=str(meta.get("rules")),
         registry_digest=str(meta.get("upcaster_registry_digest")),
         state=kept,
-        surface_checksums=surface_checksums,
         warnings=warnings,
         warnings_left_out=int(meta.get("warnings_left_out") or 0),
     )
 
 
-def proven(snapshot: Snapshot, *, registry_digest: str, rules: FoldRules) -> Steps[SeedOutcome]:
-    """Whether the stored state hashes to its checksum and was folded as we would fold it."""
+def usability(snapshot: Snapshot, *, registry_digest: str, rules: FoldRules) -> SeedOutcome:
+    """Whether it was folded as we would fold it."""
     if snapshot.rules != rules.value.name:
         return SeedOutcome.FOLD_VERSION
     if snapshot.registry_digest != registry_digest:
         return SeedOutcome.REGISTRY_DIGEST
-    try:
-        checksums = yield from checksums_of(snapshot.state)
-    except (AttributeError, KeyError, TypeError, ValueError):
-        return SeedOutcome.TAMPERED
-    if checksums.value != snapshot.checksum or checksums.surfaces != snapshot.surface_checksums:
-        return SeedOutcome.TAMPERED
     return SeedOutcome.USED
 
 

@@ -151,8 +151,8 @@ class ProjectionServicer(rpc.ProjectionServiceServicer):
         self, request: pb.GetProjectionRequest, context: Context
     ) -> pb.GetProjectionResponse:
         scope = scope_from_pb(request)
-        snapshot, updated_at = await self._read_model.get(tenant_from_pb(request), scope.execution_id)
-        return await in_steps(projection_to_pb(snapshot, updated_at))
+        projection = await self._read_model.get(tenant_from_pb(request), scope.execution_id)
+        return await in_steps(projection_to_pb(projection))
 
     async def WaitForProjection(
         self, request: pb.WaitForProjectionRequest, context: Context

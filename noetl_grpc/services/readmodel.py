@@ -9,17 +9,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from itertools import groupby
 from operator import itemgetter
 
 from noetl_grpc.core import snapshots
 from noetl_grpc.core.access import Tenant
-from noetl_grpc.core.checksums import Checksums, checksums_of
+from noetl_grpc.core.checksums import checksums_of
 from noetl_grpc.core.cutoff import EVERYTHING, Scope
 from noetl_grpc.core.fold import Fold, Identity
-from noetl_grpc.core.projections import Advanced, Check, NotAdvanced, Verified
-from noetl_grpc.core.snapshots import RULES, SeedOutcome, Snapshot, SnapshotRow
+from noetl_grpc.core.projections import Advanced, Check, NotAdvanced, Projection, Verified
+from noetl_grpc.core.snapshots import RULES, Folded, SeedOutcome, Snapshot, SnapshotRow
 from noetl_grpc.core.upcast import Registry
 from noetl_grpc.errors import Conflict, EventMalformed, NotFound, Unavailable
 from noetl_grpc.metrics import Metrics
@@ -125,12 +124,8 @@ class ReadModel:
             rows: list[SnapshotRow] = []
             for folding in foldings.values():
                 if _is_news(folding):
-                    checksums = await in_steps(checksums_of(folding.fold.state))
-                    rows.append(
-                        snapshots.write(
-                            snapshots.folded_of(folding.fold, checksums, log_snapshot=log_snapshot)
-                        )
-                    )
+                    folded = await in_steps(snapshots.folded_of(folding.fold, log_snapshot=log_snapshot))
+                    rows.append(snapshots.write(folded))
         return await self._save(pool, tenant, foldings, rows)
 
     async def _save(
@@ -168,14 +163,14 @@ class ReadModel:
         )
         return outcomes
 
-    async def get(self, tenant: Tenant, execution_id: int) -> tuple[Snapshot, datetime]:
-        """The stored snapshot and when it was written; one that proves false is not handed out."""
+    async def get(self, tenant: Tenant, execution_id: int) -> Projection:
+        """The stored snapshot; one that proves false is not handed out."""
         async with self._shards.pool_for(execution_id).acquire() as conn:
             stored = (await projections.read_snapshots(conn, tenant, [execution_id])).get(execution_id)
         if stored is not None:
-            snapshot, outcome = await self._seeds.prove(stored)
-            if outcome is SeedOutcome.USED and snapshot is not None:
-                return snapshot, stored.updated_at
+            snapshot, outcome = self._seeds.prove(stored)
+            if snapshot is not None and outcome is SeedOutcome.USED:
+                return Projection(snapshot, await in_steps(checksums_of(snapshot.state)), stored.updated_at)
         raise NotFound(
             f"execution {execution_id} has no usable snapshot; AdvanceProjections makes one",
             reason="PROJECTION_NOT_FOUND",
@@ -220,11 +215,11 @@ class ReadModel:
                 stored = (await projections.read_snapshots(conn, tenant, [execution_id])).get(execution_id)
                 foldings = await self._fold(conn, tenant, [execution_id], {}, has_xact_id=has_xact_id)
             fold = foldings[execution_id].fold
-            checksums = await in_steps(checksums_of(fold.state))
-        outcome = await self._compare(stored, fold, checksums)
+            folded = await in_steps(snapshots.folded_of(fold, log_snapshot=log_snapshot))
+        outcome = self._compare(stored, folded)
         repaired = False
         if repair and outcome is not Check.SAME and fold.state["event_count"]:
-            mended = snapshots.write(snapshots.folded_of(fold, checksums, log_snapshot=log_snapshot))
+            mended = snapshots.write(folded)
             async with pool.transaction() as conn:
                 if stored is None or outcome is Check.STALE:
                     repaired = bool(await projections.save_snapshots(conn, tenant, [mended]))
@@ -236,19 +231,19 @@ class ReadModel:
             execution_id=execution_id,
             outcome=outcome,
             stored_checksum=stored.row.checksum if stored else "",
-            log_checksum=checksums.value,
+            log_checksum=folded.checksum,
             repaired=repaired,
         )
 
-    async def _compare(self, stored: StoredRow | None, fold: Fold, checksums: Checksums) -> Check:
+    def _compare(self, stored: StoredRow | None, folded: Folded) -> Check:
         if stored is None:
             return Check.MISSING
-        snapshot, outcome = await self._seeds.prove(stored)
+        snapshot, outcome = self._seeds.prove(stored)
         if snapshot is None or outcome is not SeedOutcome.USED:
             return Check.DIFFERENT
-        if snapshot.checksum == checksums.value:
+        if snapshot.checksum == folded.checksum:
             return Check.SAME
-        return Check.STALE if snapshot.event_count < fold.state["event_count"] else Check.DIFFERENT
+        return Check.STALE if snapshot.event_count < folded.event_count else Check.DIFFERENT
 
     async def _fold(
         self,
@@ -260,7 +255,7 @@ class ReadModel:
         has_xact_id: bool,
     ) -> dict[int, _Folding]:
         """Fold each execution up to what the transaction sees, going on from its snapshot where that may be."""
-        proved = {item: await self._seeds.prove(row) for item, row in stored.items()}
+        proved = {item: self._seeds.prove(row) for item, row in stored.items()}
         usable = [
             snapshot for snapshot, outcome in proved.values() if snapshot and outcome is SeedOutcome.USED
         ]
@@ -281,6 +276,7 @@ class ReadModel:
                 ),
                 RULES,
                 seed.state if seed else None,
+                takes_base=True,
             )
             if seed:
                 fold.recall_warnings(seed.warnings, seed.warnings_left_out)

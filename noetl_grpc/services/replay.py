@@ -188,10 +188,11 @@ class ReplayServicer(rpc.ReplayServiceServicer):
             projection,
             self._registry.digest,
         )
-        fold = Fold(identity, rules, None if base is None else base.state)
         if isinstance(base, Snapshot):
+            fold = Fold(identity, rules, base.state, takes_base=True)
             fold.recall_warnings(base.warnings, base.warnings_left_out)
-        return fold
+            return fold
+        return Fold(identity, rules, None if base is None else base.state)
 
     @asynccontextmanager
     async def _snapshot(self, scope: Scope) -> AsyncIterator[Connection]:

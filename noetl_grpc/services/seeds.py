@@ -11,7 +11,6 @@ from noetl_grpc.metrics import Metrics
 from noetl_grpc.storage import cursors, projections
 from noetl_grpc.storage.pool import Connection
 from noetl_grpc.storage.projections import StoredRow
-from noetl_grpc.storage.replay import in_steps
 
 
 class Seeds:
@@ -21,13 +20,12 @@ class Seeds:
         self._registry = registry
         self._metrics = metrics
 
-    async def prove(self, stored: StoredRow) -> tuple[Snapshot | None, SeedOutcome]:
-        """The snapshot of a row, if it has our shape, and whether it is what we would have stored."""
+    def prove(self, stored: StoredRow) -> tuple[Snapshot | None, SeedOutcome]:
+        """The snapshot of a row, if it is one of ours, and whether a fold of ours may go on from it."""
         snapshot = snapshots.read(stored.row)
         if isinstance(snapshot, SeedOutcome):
             return None, snapshot
-        steps = snapshots.proven(snapshot, registry_digest=self._registry.digest, rules=RULES)
-        return snapshot, await in_steps(steps)
+        return snapshot, snapshots.usability(snapshot, registry_digest=self._registry.digest, rules=RULES)
 
     async def find(self, conn: Connection, scope: Scope, cutoff: Cutoff) -> Snapshot | None:
         """A snapshot from which a fold up to the cutoff may go on; counted, whatever becomes of it."""
@@ -44,7 +42,7 @@ class Seeds:
         )
         if stored is None or stored.row.version > cutoff.event_id:
             return None, SeedOutcome.ABSENT
-        snapshot, outcome = await self.prove(stored)
+        snapshot, outcome = self.prove(stored)
         if snapshot is None or outcome is not SeedOutcome.USED:
             return None, outcome
         if cutoff.time is not None and await projections.reaches_past(

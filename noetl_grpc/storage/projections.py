@@ -53,7 +53,12 @@ async def read_snapshots(
     return {
         execution_id: StoredRow(
             SnapshotRow(
-                execution_id, row["version"], row["snapshot_json"], row["checksum"], row["meta_json"]
+                execution_id,
+                row["version"],
+                row["snapshot_json"],
+                row["checksum"],
+                row["meta_json"],
+                row["seal"],
             ),
             row["updated_at"],
         )

@@ -7,7 +7,8 @@ SELECT
     version,
     snapshot::text AS snapshot_json,
     checksum,
-    meta::text AS meta_json,
+    (meta - 'sha256')::text AS meta_json,
+    COALESCE(meta ->> 'sha256', '') AS seal,
     updated_at
 FROM noetl.projection_snapshot
 WHERE tenant_id = $1
@@ -18,7 +19,8 @@ WHERE tenant_id = $1
 -- name: save_snapshots
 -- Store what covers at least as many events as what is there; an older fold never replaces a newer one. Visible sets of
 -- events only grow, so equal counts mean equal events. The rows come sorted, so that two callers wait for each other
--- instead of deadlocking. Arrays from $3: keys, versions, snapshots, checksums, metas.
+-- instead of deadlocking. The seal is of both documents as they will be read. Arrays from $3: keys, versions,
+-- snapshots, checksums, metas.
 INSERT INTO noetl.projection_snapshot AS stored (
     tenant_id,
     organization_id,
@@ -29,9 +31,24 @@ INSERT INTO noetl.projection_snapshot AS stored (
     checksum,
     meta
 )
-SELECT $1, $2, 'replay_state', new.aggregate_id, new.version, new.snapshot::jsonb, new.checksum, new.meta::jsonb
-FROM unnest($3::text[], $4::bigint[], $5::text[], $6::text[], $7::text[])
-    AS new (aggregate_id, version, snapshot, checksum, meta)
+SELECT
+    $1,
+    $2,
+    'replay_state',
+    new.aggregate_id,
+    new.version,
+    new.snapshot,
+    new.checksum,
+    new.meta || jsonb_build_object(
+        'sha256', encode(sha256(convert_to(new.snapshot::text || E'\n' || new.meta::text, 'UTF8')), 'hex')
+    )
+FROM (
+    -- Cast here, because PostgreSQL reads an array of texts much faster than one of documents.
+    SELECT given.aggregate_id, given.version, given.snapshot::jsonb, given.checksum, given.meta::jsonb
+    FROM unnest($3::text[], $4::bigint[], $5::text[], $6::text[], $7::text[])
+        AS given (aggregate_id, version, snapshot, checksum, meta)
+    OFFSET 0
+) AS new
 ORDER BY new.aggregate_id
 ON CONFLICT (tenant_id, organization_id, aggregate_type, aggregate_id) DO UPDATE
 SET version = excluded.version,
@@ -50,16 +67,18 @@ RETURNING aggregate_id;
 -- a row that changed meanwhile is left to its new owner.
 UPDATE noetl.projection_snapshot
 SET version = $6,
-    snapshot = $7::text::jsonb,
+    snapshot = $7::jsonb,
     checksum = $8,
-    meta = $9::text::jsonb,
+    meta = $9::jsonb || jsonb_build_object(
+        'sha256', encode(sha256(convert_to($7::jsonb::text || E'\n' || $9::jsonb::text, 'UTF8')), 'hex')
+    ),
     updated_at = now()
 WHERE tenant_id = $1
     AND organization_id = $2
     AND aggregate_type = 'replay_state'
     AND aggregate_id = $3
     AND checksum = $4
-    AND meta = $5::text::jsonb
+    AND meta - 'sha256' = $5::jsonb
 RETURNING aggregate_id;
 
 -- name: covered_versions
