@@ -34,6 +34,7 @@ from prometheus_client import start_http_server
 
 from noetl_grpc.certificates import Certificates
 from noetl_grpc.core.fold import FOLD_VERSION
+from noetl_grpc.core.tailing import Mode
 from noetl_grpc.errors import NoetlError, SettingsError
 from noetl_grpc.extensions import load_registry, load_resolvers
 from noetl_grpc.follower import Follower
@@ -44,7 +45,7 @@ from noetl_grpc.interceptors.errors import MethodTable, OpenStreams, Rim
 from noetl_grpc.interceptors.load import Lanes
 from noetl_grpc.metrics import Metrics
 from noetl_grpc.services.intake import Intake
-from noetl_grpc.services.operations import Limits, OperationsServicer, ServerFacts
+from noetl_grpc.services.operations import DisabledTailer, Limits, OperationsServicer, ServerFacts
 from noetl_grpc.services.outbox import Outbox, OutboxServicer
 from noetl_grpc.services.payloads import FileResolver, PayloadResolver
 from noetl_grpc.services.projection import ProjectionServicer
@@ -59,6 +60,7 @@ from noetl_grpc.settings import Settings
 from noetl_grpc.storage import migrate
 from noetl_grpc.storage.ids import IdSource
 from noetl_grpc.storage.pool import Pool, Shards, open_shards
+from noetl_grpc.tailer import STOP_SECONDS, Tailer, TailerOptions
 
 logger = logging.getLogger("noetl_grpc")
 
@@ -191,7 +193,13 @@ async def serving(settings: Settings, *, clock: Callable[[], float] = time.time)
         methods = MethodTable(rim)
         outbox = Outbox(shards, attempts_max=settings.outbox_attempts_max, metrics=metrics)
         stack.push_async_callback(outbox.close)
-        _add_services(methods, settings, shards, ids, metrics, health, outbox, followers)
+        tailer = _tailer(settings, shards, metrics, health)
+        if tailer is not None:
+            await stack.enter_async_context(background(tailer.measure, name="lag of the tailer"))
+            await stack.enter_async_context(
+                background(tailer.run, name="tailer", stop=tailer.stop, stop_seconds=STOP_SECONDS)
+            )
+        _add_services(methods, settings, shards, ids, metrics, health, outbox, followers, tailer)
         checker = TokenChecker(settings.api_token, tokens_file=settings.tokens_file)
         lanes = Lanes(
             calls_max=settings.calls_max,
@@ -235,6 +243,7 @@ def _add_services(
     health: Health,
     outbox: Outbox,
     followers: Sequence[Follower],
+    tailer: Tailer | None,
 ) -> None:
     """Register every service. One that is not built yet is its generated base, which answers UNIMPLEMENTED."""
     facts = ServerFacts(
@@ -268,7 +277,13 @@ def _add_services(
         server,
     )
     outbox_pb2_grpc.add_OutboxServiceServicer_to_server(OutboxServicer(outbox), server)
-    intake = Intake(shards, on_stored=lambda shard: followers[shard].wake())
+
+    def on_stored(shard: int) -> None:
+        followers[shard].wake()
+        if tailer is not None:
+            tailer.wake(shard)
+
+    intake = Intake(shards, on_stored=on_stored)
     projection_pb2_grpc.add_ProjectionServiceServicer_to_server(
         ProjectionServicer(
             shards,
@@ -280,9 +295,14 @@ def _add_services(
         ),
         server,
     )
-    operations_pb2_grpc.add_OperationsServiceServicer_to_server(OperationsServicer(facts, metrics), server)
+    operations_pb2_grpc.add_OperationsServiceServicer_to_server(
+        OperationsServicer(facts, metrics, tailer=tailer or DisabledTailer(len(shards))), server
+    )
     externalscaler_pb2_grpc.add_ExternalScalerServicer_to_server(
-        ExternalScalerServicer(shards, tailer_lag_events=_no_lag), server
+        ExternalScalerServicer(
+            shards, tailer_lag_events=tailer.lag_events if tailer is not None else _no_lag
+        ),
+        server,
     )
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
     if settings.reflection:
@@ -293,6 +313,27 @@ def _add_services(
         )
         add_reflection: Any = reflection_pb2_grpc.add_ServerReflectionServicer_to_server
         add_reflection(ReflectionServicer(names), server)
+
+
+def _tailer(settings: Settings, shards: Shards, metrics: Metrics, health: Health) -> Tailer | None:
+    stream = settings.event_stream
+    if not stream.enabled:
+        metrics.stream_mode.labels(Mode.DISABLED.value).set(1)
+        return None
+    return Tailer(
+        shards,
+        database_urls=settings.direct,
+        options=TailerOptions(
+            broker_url=settings.nats_url,
+            batch_size=stream.batch_size,
+            poll_seconds=stream.poll_ms / 1000,
+            backfill=stream.backfill,
+            dedup_seconds=stream.dedup_seconds,
+            retention_seconds=stream.retention_seconds,
+        ),
+        metrics=metrics,
+        on_health=lambda serving: health.set_tailer(serving=serving),
+    )
 
 
 async def _no_lag() -> float:
@@ -411,8 +452,17 @@ async def _until_reachable(pool: Pool, attempt: Callable[[], Awaitable[None]]) -
 
 
 @asynccontextmanager
-async def background(run: Callable[[], Awaitable[None]], *, name: str) -> AsyncIterator[None]:
-    """A coroutine that runs beside the server. If it fails it is logged and started again; it never stops the RPCs."""
+async def background(
+    run: Callable[[], Awaitable[None]],
+    *,
+    name: str,
+    stop: Callable[[], None] | None = None,
+    stop_seconds: float = 0,
+) -> AsyncIterator[None]:
+    """A coroutine that runs beside the server. If it fails it is logged and started again; it never stops the RPCs.
+
+    At the end it is cancelled; one that can `stop` by itself gets so long to finish what it is at.
+    """
 
     async def supervise() -> None:
         delay_seconds = 0.1
@@ -428,6 +478,9 @@ async def background(run: Callable[[], Awaitable[None]], *, name: str) -> AsyncI
     try:
         yield
     finally:
+        if stop is not None:
+            stop()
+            await asyncio.wait((task,), timeout=stop_seconds)
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Protocol
 
 from noetlpb.v1 import operations_pb2 as pb
 from noetlpb.v1 import operations_pb2_grpc as rpc
 
 from noetl_grpc.calls import Context
+from noetl_grpc.core.tailing import Mode, ShardStatus
 from noetl_grpc.errors import InvalidRequest
 from noetl_grpc.metrics import Metrics
 
@@ -38,24 +41,54 @@ class ServerFacts:
     limits: Limits
 
 
+class TailerDesk(Protocol):
+    """Whom an operator's questions about the tailer go to."""
+
+    @property
+    def mode(self) -> Mode: ...
+
+    async def status(self) -> Sequence[ShardStatus]: ...
+
+
+class DisabledTailer:
+    """Answers where this process has no tailer."""
+
+    mode = Mode.DISABLED
+
+    def __init__(self, shards: int) -> None:
+        self._shards = shards
+
+    async def status(self) -> Sequence[ShardStatus]:
+        """Every shard is listed, and none is tailed."""
+        return [ShardStatus(shard=shard, mode=self.mode) for shard in range(self._shards)]
+
+
+_MODES = {
+    Mode.DISABLED: pb.TAILER_MODE_DISABLED,
+    Mode.SNAPSHOT: pb.TAILER_MODE_SNAPSHOT,
+    Mode.OVERLAP: pb.TAILER_MODE_OVERLAP,
+}
+
+
 class OperationsServicer(rpc.OperationsServiceServicer):
     """Serves noetlpb.v1.OperationsService."""
 
-    def __init__(self, facts: ServerFacts, metrics: Metrics) -> None:
+    def __init__(self, facts: ServerFacts, metrics: Metrics, *, tailer: TailerDesk) -> None:
         self._metrics = metrics
+        self._tailer = tailer
         self._instance = uuid.uuid4().hex
         self._info = pb.GetServerInfoResponse(
             version=facts.version,
             api_version=facts.api_version,
             fold_version=facts.fold_version,
             shards=facts.shards,
-            tailer_mode=pb.TAILER_MODE_DISABLED,
             limits=pb.ServerLimits(**asdict(facts.limits)),
         )
 
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, context: Context
     ) -> pb.GetServerInfoResponse:
+        self._info.tailer_mode = _MODES[self._tailer.mode]
         return self._info
 
     async def GetServerMetrics(
@@ -72,3 +105,25 @@ class OperationsServicer(rpc.OperationsServiceServicer):
                 if name.startswith(prefixes) and not name.endswith(("_bucket", "_created"))
             ],
         )
+
+    async def GetTailerStatus(
+        self, request: pb.GetTailerStatusRequest, context: Context
+    ) -> pb.GetTailerStatusResponse:
+        return pb.GetTailerStatusResponse(shards=map(_status_to_pb, await self._tailer.status()))
+
+
+def _status_to_pb(status: ShardStatus) -> pb.TailerShardStatus:
+    message = pb.TailerShardStatus(
+        shard=status.shard,
+        mode=_MODES[status.mode],
+        leader=status.leader,
+        cursor=status.cursor,
+        lag_events=status.lag_events,
+        lag_seconds=status.lag_seconds,
+        in_flight=status.in_flight,
+        parked=status.parked,
+        last_error=status.last_error,
+    )
+    if status.last_published_at is not None:
+        message.last_published_at.FromDatetime(status.last_published_at)
+    return message

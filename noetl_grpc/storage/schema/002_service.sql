@@ -35,7 +35,8 @@ CREATE INDEX IF NOT EXISTS idx_outbox_dead ON noetl.outbox
     WHERE (dead_at IS NOT NULL);
 
 -- How far a follower of the log has come: what was visible when the last gap was finished, what the gap being read
--- reaches to, and the place in it. created_at is the follower's first start.
+-- reaches to, and the place in it. created_at is the follower's first start, seen_at the time of `seen`; restored_at
+-- is when rows with another cluster's transaction ids were taken care of.
 CREATE TABLE IF NOT EXISTS noetl.log_cursor (
     name text NOT NULL,
     shard integer NOT NULL DEFAULT 0,
@@ -45,6 +46,8 @@ CREATE TABLE IF NOT EXISTS noetl.log_cursor (
     at_xact xid8,
     at_event bigint,
     system_identifier bigint,
+    seen_at timestamp with time zone,
+    restored_at timestamp with time zone,
     created_at timestamp with time zone NOT NULL DEFAULT now(),
     updated_at timestamp with time zone NOT NULL DEFAULT now(),
     CONSTRAINT log_cursor_pkey PRIMARY KEY (name, shard)
