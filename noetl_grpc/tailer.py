@@ -11,19 +11,24 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from time import monotonic
 from typing import Any, Final
 
 import asyncpg
 
+from noetl_grpc import overlap
+from noetl_grpc import tail as snapshots
 from noetl_grpc.broker import Broker, StreamSpec
 from noetl_grpc.core.tailing import STREAM, SUBJECTS, Cursor, Mode, ShardStatus
+from noetl_grpc.delivery import Delivery, Leadership, Progress, Renderer
 from noetl_grpc.errors import BrokerUnavailable, DatabaseUnavailable, NoetlError
 from noetl_grpc.metrics import Metrics
+from noetl_grpc.overlap import OVERLAP, OverlapTail
 from noetl_grpc.storage import cursors, tailing
 from noetl_grpc.storage.pool import Connection, Pool, Shards
-from noetl_grpc.tail import Leadership, Progress, Tail, open_cursor
+from noetl_grpc.storage.tailing import DatabaseFacts, History
+from noetl_grpc.tail import Tail
 
 logger = logging.getLogger("noetl_grpc.tailer")
 
@@ -50,7 +55,13 @@ class TailerOptions:
     retention_seconds: float
 
     @property
+    def overlap(self) -> timedelta:
+        """How far overlap mode looks back: what it publishes again, the broker must remember."""
+        return min(OVERLAP, timedelta(seconds=self.dedup_seconds))
+
+    @property
     def stream(self) -> StreamSpec:
+        """The stream as it should be."""
         return StreamSpec(
             name=STREAM,
             subjects=SUBJECTS,
@@ -120,10 +131,10 @@ class ShardTailer:
     async def _run_session(self) -> None:
         async with AsyncExitStack() as stack:
             session = await stack.enter_async_context(tailing.leader_session(self._database_url))
-            leadership = Leadership(session)
+            leadership = Leadership(session, shard=self.shard)
             facts = await leadership.ask(tailing.database_facts)
             if facts.in_recovery:
-                raise DatabaseUnavailable("the database is a standby, where the log can't be followed")
+                raise DatabaseUnavailable(tailing.STANDBY)
             broker = await Broker.connect(self._options.broker_url, name=f"noetl_grpc tailer {self.shard}")
             stack.push_async_callback(broker.close)
             broker.may_send = leadership.holds
@@ -144,31 +155,11 @@ class ShardTailer:
                     await self._stopping.wait()
         return False
 
-    async def _lead(self, leadership: Leadership, facts: tailing.DatabaseFacts, broker: Broker) -> None:
+    async def _lead(self, leadership: Leadership, facts: DatabaseFacts, broker: Broker) -> None:
         for change in await broker.ensure_stream(self._options.stream):
             logger.warning("shard %d: %s", self.shard, change)
         async with tailing.reader_session(self._database_url) as reader:
-            if not await cursors.can_follow_snapshots(reader):
-                raise DatabaseUnavailable("noetl.event has no xact_id")
-            cursor, history = await open_cursor(
-                shard=self.shard,
-                leadership=leadership,
-                reader=reader,
-                facts=facts,
-                backfill=self._options.backfill,
-            )
-            tail = Tail(
-                shard=self.shard,
-                leadership=leadership,
-                reader=reader,
-                broker=broker,
-                cursor=cursor,
-                history=history,
-                batch_size=self._options.batch_size,
-                metrics=self._metrics,
-                progress=self.progress,
-            )
-            logger.info("shard %d: publishing from %s (epoch %d)", self.shard, cursor.position, cursor.epoch)
+            tail = await self._open(leadership, facts, broker, reader)
             self.progress.in_flight = lambda: broker.in_flight
             self.is_leader = True
             self._leading.set(1)
@@ -181,12 +172,70 @@ class ShardTailer:
                 self.progress.in_flight = lambda: 0
                 await tail.close()
 
-    async def _publish(self, tail: Tail) -> None:
+    async def _open(
+        self, leadership: Leadership, facts: DatabaseFacts, broker: Broker, reader: Connection
+    ) -> Tail | OverlapTail:
+        """Take the cursor over, by the best mode that this log allows."""
+        await self._set_mode(Mode.SNAPSHOT if await cursors.can_follow_snapshots(reader) else Mode.OVERLAP)
+        cursor = await leadership.ask(lambda conn: tailing.take_cursor(conn, shard=self.shard))
+        history = self._history_at_first_start(facts)
+        renderer = Renderer(
+            reader, message_bytes_max=broker.message_bytes_max, batch_size=self._options.batch_size
+        )
+        delivery = Delivery(broker, leadership, metrics=self._metrics, progress=self.progress)
+        if self.mode is Mode.OVERLAP:
+            cursor = await overlap.begin(cursor, leadership=leadership, facts=facts, history=history)
+            logger.info("shard %d: publishing, %s", self.shard, cursor)
+            return OverlapTail(
+                leadership=leadership,
+                reader=reader,
+                renderer=renderer,
+                delivery=delivery,
+                cursor=cursor,
+                history=history,
+                overlap=self._options.overlap,
+            )
+        if cursor.position is None and cursor.system_identifier is not None:
+            # Until now it was read by time.
+            history = History(since=overlap.naive(cursor.updated_at) - self._options.overlap)
+        cursor, history = await snapshots.begin(
+            cursor, leadership=leadership, reader=reader, facts=facts, history=history
+        )
+        logger.info("shard %d: publishing, %s", self.shard, cursor)
+        return Tail(
+            leadership=leadership,
+            reader=reader,
+            renderer=renderer,
+            delivery=delivery,
+            cursor=cursor,
+            history=history,
+        )
+
+    def _history_at_first_start(self, facts: DatabaseFacts) -> History | None:
+        if self._options.backfill:
+            return History()
+        return None if facts.seed_event_id is None else History(above_event_id=facts.seed_event_id)
+
+    async def _set_mode(self, mode: Mode) -> None:
+        if mode is Mode.OVERLAP:
+            logger.warning(
+                "shard %d: noetl.event has no xact_id, or not its index: events that commit more than %d s late can be"
+                " missed; `noetl-grpc migrate --sql` prints what its owner has to run",
+                self.shard,
+                self._options.overlap.total_seconds(),
+            )
+        self.mode = mode
+        await self._on_change()
+
+    async def _publish(self, tail: Tail | OverlapTail) -> None:
         while not self._stopping.is_set():
             self._woken.clear()
             began = monotonic()
             if await tail.run_once():
                 continue
+            if isinstance(tail, OverlapTail) and await tail.is_needless():
+                logger.warning("shard %d: noetl.event has its xact_id by now", self.shard)
+                return
             took_seconds = monotonic() - began
             pause_seconds = max(self._options.poll_seconds, took_seconds / SHARE_MAX - took_seconds)
             with suppress(TimeoutError):
@@ -321,9 +370,12 @@ async def _status(tailer: ShardTailer, pool: Pool) -> ShardStatus:
 async def _lag(conn: Connection, cursor: Cursor | None) -> tuple[int, float]:
     """How many committed events are not published, and since when at most."""
     now = await cursors.look_at_log(conn)
-    if now is None or cursor is None or cursor.position is None:
+    if now is None or cursor is None or cursor.system_identifier is None:
         return 0, 0.0
-    events = await tailing.count_gap(conn, cursor.position, now=now)
+    if cursor.position is None:
+        events = await tailing.count_moments(conn, since=overlap.naive(cursor.updated_at))
+    else:
+        events = await tailing.count_gap(conn, cursor.position, now=now)
     since = cursor.seen_at or cursor.updated_at
     return events, max(0.0, (datetime.now(UTC) - since).total_seconds()) if events else 0.0
 

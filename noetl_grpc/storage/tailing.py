@@ -6,17 +6,20 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Final
+from typing import Final, NamedTuple
 
 import asyncpg
 
 from noetl_grpc.core.following import Key, Position
 from noetl_grpc.core.tailing import BODY_BYTES_MAX, Cursor, Event
+from noetl_grpc.errors import DatabaseUnavailable
 from noetl_grpc.storage.pool import CONNECT_SECONDS, Connection, translate_errors
 from noetl_grpc.storage.queries import queries
 
 CURSOR: Final = "event_stream_tailer"
 _LOCK_SPACE: Final = 0x6E6F6510
+
+STANDBY: Final = "the database is a standby, where the log can't be followed"
 
 #: How long a statement of a tailer's may take; a page of a log without its index is slow.
 STATEMENT_SECONDS: Final = 60.0
@@ -48,7 +51,7 @@ class DatabaseFacts:
     """What a tailer must know of a database before it reads its log."""
 
     in_recovery: bool
-    system_identifier: int | None
+    system_identifier: int
     #: Where NoETL's own tailer stood, if one ever ran.
     seed_event_id: int | None
 
@@ -156,6 +159,11 @@ class History:
     #: By created_at, UTC without a zone.
     since: datetime = datetime.min
 
+    @property
+    def can_be_interrupted(self) -> bool:
+        """Whether a place inside it says everything that is needed to go on."""
+        return self.known is None and self.since == datetime.min
+
 
 async def history_keys(
     conn: Connection, position: Position, history: History, *, limit: int
@@ -178,6 +186,52 @@ async def history_keys(
 async def is_this_clusters_log(conn: Connection, seen: str) -> bool:
     """Whether the transaction ids of a snapshot still mean the same, although the cluster has another identifier."""
     return bool(await conn.fetchval(queries["is_this_clusters_log"], seen))
+
+
+class Moment(NamedTuple):
+    """Overlap mode: an event by the time it was made."""
+
+    created_at: datetime
+    event_id: int
+    execution_id: int
+    event_type: str | None
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        return self.execution_id, self.event_id
+
+    @property
+    def key(self) -> Key:
+        return Key(0, self.event_id, self.execution_id, self.event_type)
+
+
+async def look_at_time(conn: Connection) -> tuple[str, datetime]:
+    """The snapshot of now, and what time it is there."""
+    row = await conn.fetchrow(queries["look_at_time"])
+    if row["in_recovery"]:
+        raise DatabaseUnavailable(STANDBY)
+    return row["snapshot"], row["now"]
+
+
+async def moments(
+    conn: Connection,
+    *,
+    since: datetime,
+    at: Moment | None,
+    first_start: datetime,
+    above_event_id: int,
+    limit: int,
+) -> list[Moment]:
+    """One page of the events made at or after `since` and behind a place, oldest first."""
+    created_at, event_id, execution_id = at[:3] if at else (datetime.min, -(2**63), -(2**63))
+    rows = await conn.fetch(
+        queries["moments"], since, created_at, event_id, execution_id, first_start, above_event_id, limit
+    )
+    return [Moment(*row) for row in rows]
+
+
+async def count_moments(conn: Connection, *, since: datetime) -> int:
+    return int(await conn.fetchval(queries["count_moments"], since))
 
 
 async def event_bodies(conn: Connection, keys: Sequence[Key], *, inline_bytes_max: int) -> list[Event | None]:

@@ -88,6 +88,34 @@ WHERE (e.xact_id, e.event_id) > ($1::xid8, $2::bigint)
 ORDER BY e.xact_id, e.event_id
 FETCH FIRST $6 ROWS WITH TIES;
 
+-- name: look_at_time
+-- Overlap mode: what is visible now, and what time it is there.
+SELECT
+    pg_current_snapshot()::text AS snapshot,
+    pg_is_in_recovery() AS in_recovery,
+    (clock_timestamp() AT TIME ZONE 'UTC') AS now;
+
+-- name: moments
+-- Overlap mode: one page of what was made at or after $1 by its own time, behind the place $2, $3, $4. Nothing counts that
+-- was made before $5 and has an event id at or below $6. $7 rows.
+SELECT
+    e.created_at,
+    e.event_id,
+    e.execution_id,
+    e.event_type
+FROM noetl.event AS e
+WHERE e.created_at >= $1::timestamp
+    AND (e.created_at, e.event_id, e.execution_id) > ($2::timestamp, $3::bigint, $4::bigint)
+    AND (e.created_at >= $5::timestamp OR e.event_id > $6)
+ORDER BY e.created_at, e.event_id, e.execution_id
+LIMIT $7;
+
+-- name: count_moments
+-- Overlap mode: how many events were made after $1.
+SELECT count(*)
+FROM noetl.event AS e
+WHERE e.created_at > $1::timestamp;
+
 -- name: is_this_clusters_log
 -- Whether the youngest events that the snapshot $1 shows were written by this very cluster, and not restored into it. Rows
 -- older than the column, which share the lowest transaction id, tell nothing.
