@@ -125,8 +125,13 @@ class Intake:
         """
         if pool is self._shards.cluster:
             return ()
-        wanted = {delivery.batch["catalog_id"][row] for row in rows if row not in delivery.problems} - {0}
+        execution_ids, catalog_ids = delivery.batch["execution_id"], delivery.batch["catalog_id"]
+        good = [row for row in rows if row not in delivery.problems]
+        wanting = {execution_ids[row] for row in good if not catalog_ids[row]}
         async with pool.acquire() as conn:
+            # A command names an entry without a foreign key, so the shard may lack that one too.
+            found = await events.catalogs_of(conn, wanting) if wanting else {}
+            wanted = {catalog_ids[row] for row in good if catalog_ids[row]} | set(found.values())
             missing = wanted - await catalog_entries.known_ids(conn, wanted)
         if not missing:
             return ()

@@ -16,13 +16,15 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from noetlpb.v1 import event_pb2, projection_pb2_grpc
 from noetlpb.v1 import projection_pb2 as pb
 
-from noetl_grpc.convert.events import event_to_pb
-from noetl_grpc.core.envelope import COLUMNS
+from noetl_grpc.convert.events import batch_from_pb, event_to_pb
+from noetl_grpc.core.envelope import COLUMNS, examine
 from noetl_grpc.dev.databases import create_database
 from noetl_grpc.dev.postgres import Postgres
 from noetl_grpc.server import Server
+from noetl_grpc.services.intake import Delivery, Intake
 from noetl_grpc.settings import Settings
 from noetl_grpc.status import from_rpc_error
+from noetl_grpc.storage.pool import open_shards
 from noetl_grpc.storage.queries import queries
 from tests.conftest import AUTHORIZATION, settings_for
 from tests.factories import CATALOG_ID, EVENT_ID, EXECUTION_ID, add_catalog_entry, make_event
@@ -379,6 +381,46 @@ async def test_a_catalog_entry_is_taken_from_the_execution_in_one_query(
         (Catalogs.COMMANDED, other),
         (Catalogs.MIXED, CATALOG_ID),
     ]
+
+
+async def test_the_number_of_queries_does_not_depend_on_the_number_of_events(
+    conn: asyncpg.Connection, database_url: str
+) -> None:
+    await add_catalog_entry(conn)
+    await conn.execute(
+        """
+        INSERT INTO noetl.event (execution_id, event_id, catalog_id)
+        SELECT $1::bigint + n, 1, $2 FROM generate_series(0, 999) AS n
+        """,
+        EXECUTION_ID,
+        CATALOG_ID,
+    )
+    shards = await open_shards([database_url], cluster_url=database_url, size_max=1)
+    asked: list[str] = []
+
+    async def take(amount: int) -> int:
+        """Queries for so many events, each of an execution of its own and without a catalog entry."""
+        batch, timestamps = batch_from_pb(
+            [make_event(index, execution_id=EXECUTION_ID + index, catalog_id=0) for index in range(amount)]
+        )
+        problems = examine(batch, timestamps)
+        before = len(asked)
+        outcome = await Intake(shards).take(
+            Delivery(batch=batch, problems=problems, payload_of=str, parked_by="test", compares=True)
+        )
+        assert outcome.stored + outcome.duplicates == amount
+        return len(asked) - before
+
+    try:
+        async with shards.pools[0].acquire() as only:
+            only.add_query_logger(lambda record: asked.append(record.query))
+        await take(1)  # the driver asks about types once
+        few, many = await take(2), await take(1000)
+    finally:
+        await shards.close()
+
+    assert few > 4, asked
+    assert many == few, asked
 
 
 async def test_stored_events_become_outbox_rows_and_duplicates_do_not(
