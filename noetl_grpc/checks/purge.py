@@ -26,8 +26,6 @@ from noetl_grpc.dev.postgres import Postgres
 SUMMARY = "purging 500 000 rows stops no writer for a second and takes nothing that is needed"
 
 TOKEN = "check"
-METADATA = (("authorization", f"Bearer {TOKEN}"),)
-WAIT_SECONDS_MAX = 1.0
 EVENTS_PER_CALL = 10
 CATALOG_ID = 1
 FEBRUARY, MAY = datetime(2026, 2, 1, tzinfo=UTC), datetime(2026, 5, 1, tzinfo=UTC)
@@ -44,12 +42,20 @@ class Plan:
     outbox_rows: int
     writers: int
     reader_seconds: float
+    #: The longest that a write may take; small runs share their machine with other tests.
+    wait_seconds_max: float
     seconds_max: float
 
 
 PLANS: dict[Size, Plan] = {
     "small": Plan(
-        events=6_000, commands=6_000, outbox_rows=6_000, writers=4, reader_seconds=0.5, seconds_max=15.0
+        events=3_000,
+        commands=3_000,
+        outbox_rows=3_000,
+        writers=3,
+        reader_seconds=0.3,
+        wait_seconds_max=3.0,
+        seconds_max=18.0,
     ),
     "full": Plan(
         events=250_000,
@@ -57,37 +63,37 @@ PLANS: dict[Size, Plan] = {
         outbox_rows=100_000,
         writers=20,
         reader_seconds=2.0,
+        wait_seconds_max=1.0,
         seconds_max=600.0,
     ),
 }
 
 
 async def run(*, size: Size, seed: int, progress: Progress) -> Verdict:
-    """Fill, write, purge with somebody in the way, count."""
-    plan, verdict = PLANS[size], Verdict("purge", seed)
+    """The scenario on servers of its own."""
     settings = {"shared_buffers": "512MB", "max_wal_size": "8GB"}
-    async with (
-        asyncio.timeout(plan.seconds_max),
-        Postgres(settings=settings, durable=size == "full") as postgres,
-    ):
+    async with Postgres(settings=settings, durable=size == "full") as postgres:
         url = await create_database(postgres, "check")
-        watcher = await asyncpg.connect(url)
-        try:
-            progress("filling")
-            await _fill(watcher, plan)
-            async with server_process(url, token=TOKEN) as server:
-                await _purge_beside_writers(
-                    watcher, url, server.line, plan, random.Random(seed), verdict, progress
-                )
-        finally:
-            await watcher.close()
+        async with server_process(url, token=TOKEN) as server:
+            return await scenario(url, server.line, token=TOKEN, size=size, seed=seed, progress=progress)
+
+
+async def scenario(
+    url: str, address: str, *, token: str, size: Size, seed: int, progress: Progress
+) -> Verdict:
+    """Fill, write, purge with somebody in the way, count; on an empty database and its server."""
+    plan, verdict = PLANS[size], Verdict("purge", seed)
+    async with asyncio.timeout(plan.seconds_max), _connected(url) as watcher, _stub(address, token) as stub:
+        progress("filling")
+        await _fill(watcher, plan)
+        await _purge_beside_writers(watcher, url, stub, plan, random.Random(seed), verdict, progress)
     return verdict
 
 
 async def _purge_beside_writers(
     watcher: asyncpg.Connection,
     url: str,
-    address: str,
+    stub: Service,
     plan: Plan,
     randomness: random.Random,
     verdict: Verdict,
@@ -100,7 +106,7 @@ async def _purge_beside_writers(
             command_retention_days=1,
         )
     )
-    async with _stub(address) as stub, asyncio.TaskGroup() as group:
+    async with asyncio.TaskGroup() as group:
         expected = await _purge(stub, request, dry_run=True)
         writers = [Writer(stub, number, randomness) for number in range(plan.writers)]
         for writer in writers:
@@ -127,7 +133,7 @@ async def _purge_beside_writers(
     stored = await watcher.fetchval("SELECT count(*) FROM noetl.event")
     verdict.require(stored == written + 1, f"{written} events were acknowledged, {stored - 1} are stored")
     waits = sorted(wait for writer in writers for wait in writer.waits)
-    verdict.require(waits[-1] < WAIT_SECONDS_MAX, f"a write waited {waits[-1]:.2f} s")
+    verdict.require(waits[-1] < plan.wait_seconds_max, f"a write waited {waits[-1]:.2f} s")
     verdict.figures = {
         "rows": plan.events + plan.commands + plan.outbox_rows,
         "purge_seconds": round(seconds, 1),
@@ -138,22 +144,41 @@ async def _purge_beside_writers(
 
 
 async def _purge(
-    stub: rpc.ProjectionServiceStub, request: pb.PurgeStaleRequest, *, dry_run: bool = False
+    stub: Service, request: pb.PurgeStaleRequest, *, dry_run: bool = False
 ) -> pb.PurgeStaleResponse:
     asked = pb.PurgeStaleRequest(policy=request.policy, dry_run=dry_run)
-    return await stub.PurgeStale(asked, metadata=METADATA, timeout=300)
+    return await stub.methods.PurgeStale(asked, metadata=stub.metadata, timeout=300)
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """The service, and what to show it."""
+
+    methods: rpc.ProjectionServiceStub
+    metadata: tuple[tuple[str, str], ...]
 
 
 @asynccontextmanager
-async def _stub(address: str) -> AsyncIterator[rpc.ProjectionServiceStub]:
-    async with grpc.aio.insecure_channel(address) as channel:
-        yield rpc.ProjectionServiceStub(channel)
+async def _stub(address: str, token: str) -> AsyncIterator[Service]:
+    async with grpc.aio.insecure_channel(
+        address, options=(("grpc.use_local_subchannel_pool", 1),)
+    ) as channel:
+        yield Service(rpc.ProjectionServiceStub(channel), (("authorization", f"Bearer {token}"),))
+
+
+@asynccontextmanager
+async def _connected(url: str) -> AsyncIterator[asyncpg.Connection]:
+    conn = await asyncpg.connect(url)
+    try:
+        yield conn
+    finally:
+        await conn.close()
 
 
 class Writer:
     """Sends small batches of one young execution, one after the other; knows how long each took."""
 
-    def __init__(self, stub: rpc.ProjectionServiceStub, number: int, randomness: random.Random) -> None:
+    def __init__(self, stub: Service, number: int, randomness: random.Random) -> None:
         self._stub = stub
         self._execution_id = first_id_of(datetime.now(UTC)) + number
         self._event_ids = count(self._execution_id + randomness.randrange(1000))
@@ -175,8 +200,8 @@ class Writer:
                 for _ in range(EVENTS_PER_CALL)
             ]
             began = time.monotonic()
-            answer = await self._stub.ProjectEvents(
-                pb.ProjectEventsRequest(events=events), metadata=METADATA, timeout=60
+            answer = await self._stub.methods.ProjectEvents(
+                pb.ProjectEventsRequest(events=events), metadata=self._stub.metadata, timeout=60
             )
             self.waits.append(time.monotonic() - began)
             self.written += answer.projected
@@ -185,13 +210,9 @@ class Writer:
 
 async def _stay(url: str, seconds: float) -> None:
     """A reader whose transaction keeps the log from being locked."""
-    conn = await asyncpg.connect(url)
-    try:
-        async with conn.transaction():
-            await conn.fetchval("SELECT event_id FROM noetl.event_2026_q1 LIMIT 1")
-            await asyncio.sleep(seconds)
-    finally:
-        await conn.close()
+    async with _connected(url) as conn, conn.transaction():
+        await conn.fetchval("SELECT event_id FROM noetl.event_2026_q1 LIMIT 1")
+        await asyncio.sleep(seconds)
 
 
 async def _fill(conn: asyncpg.Connection, plan: Plan) -> None:

@@ -19,7 +19,7 @@ from noetl_grpc.core.snowflake import DATABASE_TIME_SHIFT, TIME_SHIFT, first_id_
 from noetl_grpc.server import Server, serving
 from noetl_grpc.settings import Settings
 from noetl_grpc.storage.queries import queries
-from tests.conftest import AUTHORIZATION, settings_for
+from tests.conftest import AUTHORIZATION, TOKEN, settings_for
 from tests.factories import CATALOG_ID, add_catalog_entry
 
 Stub = projection_pb2_grpc.ProjectionServiceStub
@@ -559,8 +559,12 @@ async def test_pages_are_read_by_key(conn: asyncpg.Connection, query: str, argum
     assert "Seq Scan" not in text, text
 
 
-async def test_a_purge_stops_no_writer_and_takes_nothing_that_is_needed() -> None:
-    verdict = await check_purge.run(size="small", seed=1, progress=silent)
+async def test_a_purge_stops_no_writer_and_takes_nothing_that_is_needed(
+    database_url: str, server: Server
+) -> None:
+    verdict = await check_purge.scenario(
+        database_url, server.address, token=TOKEN, size="small", seed=1, progress=silent
+    )
 
     assert verdict.violations == []
     assert verdict.figures["written_meanwhile"] > 100
