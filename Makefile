@@ -31,9 +31,11 @@ check: $(STAMP)  ## linters, types, layers, protos, drift of generated code
 	$(BIN)/python protos/breaking.py
 	$(BIN)/hadolint Dockerfile
 	$(BIN)/python protos/generate.py --check
+	$(BIN)/python docs/generate.py --check
 
 bench: $(STAMP)  ## every benchmark, small
 	$(BIN)/noetl-grpc bench --quick
 
-generate: $(STAMP)  ## protos -> generated/
+generate: $(STAMP)  ## protos -> generated/, and the pages of docs/ that follow from the code
 	$(BIN)/python protos/generate.py
+	$(BIN)/python docs/generate.py

@@ -7,7 +7,7 @@ No label ever holds an execution id, and event types are capped, so that the num
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from itertools import accumulate
 
@@ -203,6 +203,11 @@ class Metrics:
         for family in self.registry.collect():
             for sample in family.samples:
                 yield sample.name, sample.labels, sample.value
+
+    def watch_pool(self, shard: str, connections: Callable[[], tuple[int, int]]) -> None:
+        """Ask for idle and used connections at each scrape."""
+        self.pool_connections.labels(shard, "idle").set_function(lambda: connections()[0])
+        self.pool_connections.labels(shard, "used").set_function(lambda: connections()[1])
 
     def event_type_label(self, event_type: str) -> str:
         """The label for an event type: itself for the first few hundred, then `other`."""

@@ -47,6 +47,7 @@ from noetl_grpc.metrics import Metrics
 from noetl_grpc.services.intake import Intake
 from noetl_grpc.services.operations import DisabledTailer, Limits, OperationsServicer, ServerFacts
 from noetl_grpc.services.outbox import Outbox, OutboxServicer
+from noetl_grpc.services.outbox_gauges import OutboxGauges
 from noetl_grpc.services.payloads import FileResolver, PayloadResolver
 from noetl_grpc.services.projection import ProjectionServicer
 from noetl_grpc.services.readmodel import ReadModel
@@ -171,6 +172,8 @@ async def serving(settings: Settings, *, clock: Callable[[], float] = time.time)
         await stack.enter_async_context(background(ids.run, name="machine lease"))
 
         metrics = Metrics(shards=len(shards))
+        for pool in _distinct(shards):
+            metrics.watch_pool(pool.name, pool.connections)
         health = Health(shards, SERVICE_NAMES)
         await health.start()
         await stack.enter_async_context(background(health.run, name="health"))
@@ -193,6 +196,9 @@ async def serving(settings: Settings, *, clock: Callable[[], float] = time.time)
         methods = MethodTable(rim)
         outbox = Outbox(shards, attempts_max=settings.outbox_attempts_max, metrics=metrics)
         stack.push_async_callback(outbox.close)
+        if settings.metrics_address is not None:
+            outbox_gauges = OutboxGauges(outbox.stats, metrics)
+            await stack.enter_async_context(background(outbox_gauges.run, name="outbox gauges"))
         tailer = _tailer(settings, shards, metrics, health)
         if tailer is not None:
             await stack.enter_async_context(background(tailer.measure, name="lag of the tailer"))
