@@ -10,9 +10,10 @@ import asyncio
 import logging
 import re
 import ssl
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
@@ -21,6 +22,7 @@ import nats.errors
 import orjson
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
 from noetl_grpc.core.messages import Message, Refusal, Refused, is_subject, refusal
 from noetl_grpc.errors import BrokerUnavailable
@@ -44,6 +46,9 @@ _FAST_MESSAGES_MIN: Final = 64
 _FAST_VERSION: Final = (2, 14)
 _FAST_FLOW: Final = 500
 _FAST_OUTSTANDING: Final = 2
+
+#: Read at a time.
+_READ_MESSAGES: Final = 2000
 
 _OVERLAP_ERROR: Final = 10065
 _STREAM_NOT_FOUND: Final = 10059
@@ -72,7 +77,7 @@ class StreamFacts:
     last_sequence: int
     #: Whether it drops messages for other reasons than their age.
     is_limited: bool
-    first_time: str
+    first_time: datetime
 
 
 class PublishInterrupted(Exception):
@@ -321,8 +326,31 @@ class Broker:
             first_sequence=state["first_seq"],
             last_sequence=state["last_seq"],
             is_limited=any(limit > 0 for limit in limits),
-            first_time=state["first_ts"],
+            first_time=datetime.fromisoformat(state["first_ts"][:19]).replace(tzinfo=UTC),
         )
+
+    async def message_ids(self, stream: str, *, last_sequence: int) -> AsyncIterator[list[str]]:
+        """The ids of all messages up to that one, some at a time. Bodies stay where they are."""
+        consumer = ConsumerConfig(
+            deliver_policy=DeliverPolicy.ALL,
+            ack_policy=AckPolicy.NONE,
+            headers_only=True,
+            mem_storage=True,
+            inactive_threshold=60.0,
+        )
+        try:
+            subscription = await self._client.jetstream(timeout=API_SECONDS).pull_subscribe(
+                ">", stream=stream, config=consumer
+            )
+            pending = (await subscription.consumer_info()).num_pending
+            sequence = 0
+            while pending and sequence < last_sequence:
+                messages = await subscription.fetch(_READ_MESSAGES, timeout=ACK_SECONDS)
+                yield [(message.headers or {}).get("Nats-Msg-Id", "") for message in messages]
+                last = messages[-1].metadata
+                pending, sequence = last.num_pending, last.sequence.stream
+        except (nats.errors.Error, OSError, TimeoutError) as error:
+            raise BrokerUnavailable("the stream could not be read to its end") from error
 
     async def publish(self, messages: Sequence[Message]) -> dict[int, Refusal]:
         """Send all of them and wait until JetStream has answered for each; the refused ones by their index.

@@ -14,7 +14,15 @@ from typing import Final, TypeVar
 from noetl_grpc.broker import Broker, PublishInterrupted
 from noetl_grpc.core.following import Key
 from noetl_grpc.core.messages import Message, Refusal, Refused
-from noetl_grpc.core.tailing import BODY_BYTES_MAX, Cursor, Event, fitting, is_reference, message_of
+from noetl_grpc.core.tailing import (
+    BODY_BYTES_MAX,
+    Cursor,
+    Event,
+    fitting,
+    is_reference,
+    message_id,
+    message_of,
+)
 from noetl_grpc.errors import BrokerUnavailable, DatabaseUnavailable
 from noetl_grpc.metrics import Metrics
 from noetl_grpc.storage import tailing
@@ -86,8 +94,16 @@ class Batch:
 class Renderer:
     """Makes messages of keys, no more at a time than memory allows."""
 
-    def __init__(self, reader: Connection, *, message_bytes_max: int, batch_size: int) -> None:
+    def __init__(
+        self,
+        reader: Connection,
+        *,
+        message_bytes_max: int,
+        batch_size: int,
+        identify: Callable[[Key], str] = lambda key: message_id(key.execution_id, key.event_id),
+    ) -> None:
         self._reader = reader
+        self._identify = identify
         self._message_bytes_max = message_bytes_max
         self._batch_size = batch_size
         #: How many keys to come with, so that little is rendered in vain where bodies are large.
@@ -104,7 +120,10 @@ class Renderer:
         await self._fetch_large(keys, found)
         # One that is no longer there was purged; nobody can be sent it.
         present = [(key, event) for key, event in zip(keys, found, strict=True) if event is not None]
-        messages = [message_of(event, message_bytes_max=self._message_bytes_max) for _, event in present]
+        messages = [
+            message_of(event, identifier=self._identify(key), message_bytes_max=self._message_bytes_max)
+            for key, event in present
+        ]
         return count, Batch([key for key, _ in present], [event for _, event in present], messages)
 
     async def _fetch_large(self, keys: list[Key], found: list[Event | None]) -> None:

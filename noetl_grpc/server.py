@@ -44,6 +44,7 @@ from noetl_grpc.interceptors.auth import AuthInterceptor, TokenChecker
 from noetl_grpc.interceptors.errors import MethodTable, OpenStreams, Rim
 from noetl_grpc.interceptors.load import Lanes
 from noetl_grpc.metrics import Metrics
+from noetl_grpc.reconcile import Reconciler
 from noetl_grpc.services.intake import Intake
 from noetl_grpc.services.operations import DisabledTailer, Limits, OperationsServicer, ServerFacts
 from noetl_grpc.services.outbox import Outbox, OutboxServicer
@@ -302,7 +303,15 @@ def _add_services(
         server,
     )
     operations_pb2_grpc.add_OperationsServiceServicer_to_server(
-        OperationsServicer(facts, metrics, tailer=tailer or DisabledTailer(len(shards))), server
+        OperationsServicer(
+            facts,
+            metrics,
+            tailer=tailer or DisabledTailer(len(shards)),
+            reconciler=Reconciler(
+                database_urls=settings.direct, broker_url=settings.nats_url, metrics=metrics
+            ),
+        ),
+        server,
     )
     externalscaler_pb2_grpc.add_ExternalScalerServicer_to_server(
         ExternalScalerServicer(

@@ -102,6 +102,10 @@ class Tail:
             keys, after = await tailing.history_keys(self._reader, position, self._history, limit=limit)
         else:
             keys, after = await cursors.gap_keys(self._reader, position, limit=limit)
+            if keys and self._cursor.restored_at is not None:
+                keys = await tailing.without_restored(
+                    self._reader, keys, restored_at=self._cursor.restored_at
+                )
         if not keys:
             return Page(Batch([], [], []), position, after)
         count, batch = await self._renderer.render(keys)

@@ -86,7 +86,7 @@ class ShardTailer:
         self.shard = shard
         self._database_url = database_url
         self._options = options
-        self._metrics = metrics
+        self.metrics = metrics
         self._on_change = on_change
         self._stopping = asyncio.Event()
         self._woken = asyncio.Event()
@@ -182,7 +182,7 @@ class ShardTailer:
         renderer = Renderer(
             reader, message_bytes_max=broker.message_bytes_max, batch_size=self._options.batch_size
         )
-        delivery = Delivery(broker, leadership, metrics=self._metrics, progress=self.progress)
+        delivery = Delivery(broker, leadership, metrics=self.metrics, progress=self.progress)
         if self.mode is Mode.OVERLAP:
             cursor = await overlap.begin(cursor, leadership=leadership, facts=facts, history=history)
             logger.info("shard %d: publishing, %s", self.shard, cursor)

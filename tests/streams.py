@@ -102,10 +102,13 @@ async def until(condition: Callable[[], Awaitable[object]], *, seconds: float = 
             await asyncio.sleep(0.02)
 
 
-async def until_tailing(conn: asyncpg.Connection, *, epoch: int = 1) -> None:
+async def until_tailing(conn: asyncpg.Connection, *, epoch: int = 1, shard: int = 0) -> None:
     """Wait until a tailer has taken its cursor: what is written from now on is published."""
     await until(
         lambda: conn.fetchval(
-            "SELECT count(*) FROM noetl.log_cursor WHERE epoch >= $1 AND updated_at > created_at", epoch
+            "SELECT count(*) FROM noetl.log_cursor"
+            " WHERE epoch >= $1 AND shard = $2 AND system_identifier IS NOT NULL",
+            epoch,
+            shard,
         )
     )

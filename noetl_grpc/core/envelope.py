@@ -129,7 +129,7 @@ _EPOCH = datetime(1970, 1, 1)  # naive, like the column it is for
 _SECONDS_MIN = -62_135_596_800  # 0001-01-01T00:00:00Z
 _SECONDS_MAX = 253_402_300_799  # 9999-12-31T23:59:59Z
 _NANOS_MAX = 999_999_999
-_TIME_RULE = (
+TIME_RULE = (
     "must lie between 0001-01-01T00:00:00Z and 9999-12-31T23:59:59.999999999Z, with nanos from 0 to 999999999"
 )
 
@@ -245,7 +245,7 @@ def _instants(
     if values.count(None) != moments.count(None):
         for row, moment in enumerate(moments):
             if moment is not None and values[row] is None:
-                problems.setdefault(row, Problem(Reason.TIME_INVALID, f"{name} {_TIME_RULE}"))
+                problems.setdefault(row, Problem(Reason.TIME_INVALID, f"{name} {TIME_RULE}"))
     return values
 
 

@@ -121,9 +121,9 @@ def key_of(identifier: str) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match else None
 
 
-def message_of(event: Event, *, message_bytes_max: int, identifier: str | None = None) -> Message:
+def message_of(event: Event, *, identifier: str, message_bytes_max: int) -> Message:
     """The message for an event: its body, or a reference where that is too large for the stream."""
-    headers = _headers(event, identifier or message_id(event.execution_id, event.event_id))
+    headers = _headers(event, identifier)
     subject = subject_of(event.event_type)
     if event.body is not None and event.byte_length <= BODY_BYTES_MAX:
         message = Message(subject, headers, event.body.encode())

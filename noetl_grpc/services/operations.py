@@ -5,13 +5,15 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from datetime import UTC, datetime
+from typing import Literal, Protocol
 
 from noetlpb.v1 import operations_pb2 as pb
 from noetlpb.v1 import operations_pb2_grpc as rpc
 
 from noetl_grpc.calls import Context
-from noetl_grpc.core.tailing import Mode, ShardStatus
+from noetl_grpc.core.envelope import TIME_RULE, instant
+from noetl_grpc.core.tailing import Mode, Reconciled, ShardStatus
 from noetl_grpc.errors import InvalidRequest
 from noetl_grpc.metrics import Metrics
 
@@ -50,6 +52,14 @@ class TailerDesk(Protocol):
     async def status(self) -> Sequence[ShardStatus]: ...
 
 
+class ReconcilerDesk(Protocol):
+    """Who mends the stream."""
+
+    async def reconcile(
+        self, *, since: datetime | None, until: datetime | None, dry_run: bool
+    ) -> Reconciled: ...
+
+
 class DisabledTailer:
     """Answers where this process has no tailer."""
 
@@ -73,9 +83,12 @@ _MODES = {
 class OperationsServicer(rpc.OperationsServiceServicer):
     """Serves noetlpb.v1.OperationsService."""
 
-    def __init__(self, facts: ServerFacts, metrics: Metrics, *, tailer: TailerDesk) -> None:
+    def __init__(
+        self, facts: ServerFacts, metrics: Metrics, *, tailer: TailerDesk, reconciler: ReconcilerDesk
+    ) -> None:
         self._metrics = metrics
         self._tailer = tailer
+        self._reconciler = reconciler
         self._instance = uuid.uuid4().hex
         self._info = pb.GetServerInfoResponse(
             version=facts.version,
@@ -110,6 +123,28 @@ class OperationsServicer(rpc.OperationsServiceServicer):
         self, request: pb.GetTailerStatusRequest, context: Context
     ) -> pb.GetTailerStatusResponse:
         return pb.GetTailerStatusResponse(shards=map(_status_to_pb, await self._tailer.status()))
+
+    async def ReconcileStream(
+        self, request: pb.ReconcileStreamRequest, context: Context
+    ) -> pb.ReconcileStreamResponse:
+        since = _moment(request, "since")
+        until = _moment(request, "until")
+        if since is not None and until is not None and until < since:
+            raise InvalidRequest("until", "must not be before since")
+        found = await self._reconciler.reconcile(since=since, until=until, dry_run=request.dry_run)
+        return pb.ReconcileStreamResponse(
+            checked=found.checked, missing=found.missing, republished=found.republished
+        )
+
+
+def _moment(request: pb.ReconcileStreamRequest, field: Literal["since", "until"]) -> datetime | None:
+    if not request.HasField(field):
+        return None
+    stamp = getattr(request, field)
+    moment = instant((stamp.seconds, stamp.nanos))
+    if moment is None:
+        raise InvalidRequest(field, TIME_RULE)
+    return moment.replace(tzinfo=UTC)
 
 
 def _status_to_pb(status: ShardStatus) -> pb.TailerShardStatus:

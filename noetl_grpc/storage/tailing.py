@@ -71,6 +71,13 @@ async def reader_session(url: str) -> AsyncIterator[Connection]:
 
 
 @asynccontextmanager
+async def session(url: str) -> AsyncIterator[Connection]:
+    """A connection for long work that no other call should wait for."""
+    async with _session(url, {}, timeout_seconds=3600) as conn:
+        yield conn
+
+
+@asynccontextmanager
 async def _session(
     url: str, settings: dict[str, str], *, timeout_seconds: float
 ) -> AsyncIterator[Connection]:
@@ -181,6 +188,18 @@ async def history_keys(
     )
     keys = [Key(*row) for row in rows]
     return keys, position.behind(keys, limit=limit)
+
+
+async def without_restored(conn: Connection, keys: list[Key], *, restored_at: datetime) -> list[Key]:
+    """The keys less those that came with a restored log."""
+    rows = await conn.fetch(
+        queries["restored_keys"],
+        [key.execution_id for key in keys],
+        [key.event_id for key in keys],
+        restored_at,
+    )
+    restored = {(row["execution_id"], row["event_id"]) for row in rows}
+    return [key for key in keys if (key.execution_id, key.event_id) not in restored]
 
 
 async def is_this_clusters_log(conn: Connection, seen: str) -> bool:

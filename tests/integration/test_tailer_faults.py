@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from noetl_grpc.broker import Broker
 from noetl_grpc.core.tailing import STREAM, Mode
 from noetl_grpc.delivery import Delivery, Leadership, Progress, Renderer
 from noetl_grpc.dev.nats import Nats
-from noetl_grpc.dev.postgres import Postgres
+from noetl_grpc.dev.postgres import Postgres, find_binaries
 from noetl_grpc.metrics import Metrics
 from noetl_grpc.settings import EventStreamSettings
 from noetl_grpc.storage import migrate, tailing
@@ -500,3 +501,70 @@ async def test_when_the_column_comes_the_tailer_changes_its_mode(
         found = await event_ids(nats.url, 2)
 
     assert found == [1, 2]
+
+
+def dump_and_restore(source: Postgres, target: Postgres, *, database: str, into: str) -> None:
+    """As an operator moves a database to another cluster."""
+    dumped = subprocess.run(
+        [find_binaries() / "pg_dump", source.url(database)], capture_output=True, check=True, timeout=15
+    )
+    subprocess.run(
+        [find_binaries() / "psql", "-q", "-v", "ON_ERROR_STOP=1", target.url(into)],
+        input=dumped.stdout,
+        stdout=subprocess.DEVNULL,
+        check=True,
+        timeout=15,
+    )
+
+
+async def use_up_transaction_ids(conn: asyncpg.Connection, count: int) -> None:
+    await conn.execute(
+        "CREATE TEMP TABLE IF NOT EXISTS used (number integer);"
+        f"DO $$ BEGIN FOR n IN 1..{count} LOOP BEGIN"
+        " INSERT INTO used VALUES (n); EXCEPTION WHEN division_by_zero THEN NULL; END; END LOOP; END $$"
+    )
+
+
+async def test_a_log_restored_into_another_cluster_loses_nothing(
+    postgres: Postgres, nats: Nats, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        Postgres(durable=False, in_memory=True) as old,
+        Postgres(durable=False, in_memory=True) as new,
+    ):
+        conn = await asyncpg.connect(old.url())
+        await migrate.migrate(conn)
+        await add_catalog_entry(conn)
+        # The old cluster is far ahead, so that its transaction ids lie in the new one's future.
+        await use_up_transaction_ids(conn, 500)
+        async with tailer_of(old.url(), nats.url) as tailer:
+            await until_leading(tailer)
+            await write_events(conn, EXECUTION, [note(n) for n in range(10)])
+            await wait_for_messages(nats.url, 10)
+        # Not published when the dump is taken.
+        await write_events(conn, EXECUTION, [note(n) for n in range(10, 15)])
+        await conn.close()
+        await asyncio.to_thread(dump_and_restore, old, new, database="postgres", into="postgres")
+        conn = await asyncpg.connect(new.url())
+        # Written in the new cluster before a tailer runs there.
+        await write_events(conn, EXECUTION, [note(n) for n in range(15, 20)])
+        async with tailer_of(new.url(), nats.url, batch_size=3) as tailer:
+            await until_leading(tailer)
+            await write_events(conn, EXECUTION, [note(n) for n in range(20, 25)])
+            await wait_for_messages(nats.url, 25)
+            # The new cluster's transaction ids pass those of the old one.
+            for number in range(8):
+                await use_up_transaction_ids(conn, 100)
+                await write_events(conn, EXECUTION, [note(1000 + number)])
+            found = await event_ids(nats.url, 33)
+            counted = [
+                sample.value
+                for sample in tailer.metrics.stream_published.collect()[0].samples
+                if sample.labels["event_type"] == "note" and sample.name.endswith("_total")
+            ]
+        await conn.close()
+
+    assert sorted(found) == [*range(25), *range(1000, 1008)]
+    # Not one of the first ten was sent again, whether or not the broker would have noticed.
+    assert counted == [23]
+    assert "the log was restored into another cluster" in caplog.text

@@ -88,6 +88,21 @@ WHERE (e.xact_id, e.event_id) > ($1::xid8, $2::bigint)
 ORDER BY e.xact_id, e.event_id
 FETCH FIRST $6 ROWS WITH TIES;
 
+-- name: restored_keys
+-- Which of these events came with a log that was restored before $3. They have been taken care of, although the ids of
+-- the transactions that they name come up here only now.
+SELECT k.execution_id, k.event_id
+FROM unnest($1::bigint[], $2::bigint[]) AS k(execution_id, event_id)
+CROSS JOIN LATERAL (
+    SELECT
+    FROM noetl.event AS e
+    WHERE e.execution_id = k.execution_id
+        AND e.event_id = k.event_id
+        AND e.xmin <> e.xact_id::xid
+        AND e.ingest_time < $3
+    OFFSET 0
+) AS e;
+
 -- name: look_at_time
 -- Overlap mode: what is visible now, and what time it is there.
 SELECT

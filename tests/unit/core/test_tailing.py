@@ -79,7 +79,7 @@ def test_what_is_no_subject(text: str) -> None:
 def test_headers_name_the_event_and_its_type() -> None:
     trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
-    message = message_of(event(traceparent=trace), message_bytes_max=MEBIBYTE)
+    message = message_of(event(traceparent=trace), identifier="7-8", message_bytes_max=MEBIBYTE)
 
     assert headers_of(message.headers) == {
         "Nats-Msg-Id": "7-8",
@@ -101,19 +101,21 @@ def test_headers_name_the_event_and_its_type() -> None:
     ],
 )
 def test_a_type_can_add_no_header(event_type: str, header: str) -> None:
-    message = message_of(event(event_type=event_type), message_bytes_max=MEBIBYTE)
+    message = message_of(event(event_type=event_type), identifier="7-8", message_bytes_max=MEBIBYTE)
 
     assert headers_of(message.headers)["Noetl-Event-Type"] == header
 
 
 def test_an_event_without_type_or_trace_has_no_such_header() -> None:
-    message = message_of(event(event_type=None, traceparent="nonsense\r\nx: y"), message_bytes_max=MEBIBYTE)
+    message = message_of(
+        event(event_type=None, traceparent="nonsense\r\nx: y"), identifier="7-8", message_bytes_max=MEBIBYTE
+    )
 
     assert headers_of(message.headers).keys() == {"Nats-Msg-Id", "Noetl-Event-Id"}
 
 
 def test_headers_fit_however_long_the_type_is() -> None:
-    message = message_of(event(event_type="é" * 1_000_000), message_bytes_max=MEBIBYTE)
+    message = message_of(event(event_type="é" * 1_000_000), identifier="7-8", message_bytes_max=MEBIBYTE)
 
     assert len(message.headers) < 65_535
 
@@ -121,8 +123,8 @@ def test_headers_fit_however_long_the_type_is() -> None:
 def test_a_large_body_goes_by_reference() -> None:
     fits, too_large = "x" * BODY_BYTES_MAX, "x" * (BODY_BYTES_MAX + 1)
 
-    assert message_of(event(fits), message_bytes_max=MEBIBYTE).body == fits.encode()
-    message = message_of(event(too_large), message_bytes_max=MEBIBYTE)
+    assert message_of(event(fits), identifier="7-8", message_bytes_max=MEBIBYTE).body == fits.encode()
+    message = message_of(event(too_large), identifier="7-8", message_bytes_max=MEBIBYTE)
 
     assert is_reference(message)
     assert headers_of(message.headers)["Noetl-Payload"] == "reference"
@@ -139,16 +141,16 @@ def test_a_large_body_goes_by_reference() -> None:
 
 def test_the_servers_limit_counts_headers_too() -> None:
     body = "é" * 500
-    whole = message_of(event(body), message_bytes_max=MEBIBYTE)
+    whole = message_of(event(body), identifier="7-8", message_bytes_max=MEBIBYTE)
 
-    assert not is_reference(message_of(event(body), message_bytes_max=whole.byte_length))
-    assert is_reference(message_of(event(body), message_bytes_max=whole.byte_length - 1))
+    assert not is_reference(message_of(event(body), identifier="7-8", message_bytes_max=whole.byte_length))
+    assert is_reference(message_of(event(body), identifier="7-8", message_bytes_max=whole.byte_length - 1))
 
 
 def test_a_body_left_in_the_database_goes_by_its_digest() -> None:
     left = Event(7, 8, None, "default", "default", None, None, 5_000_000, "ab" * 32)
 
-    message = message_of(left, message_bytes_max=MEBIBYTE)
+    message = message_of(left, identifier="7-8", message_bytes_max=MEBIBYTE)
 
     assert orjson.loads(message.body)["sha256"] == "ab" * 32
 
