@@ -25,13 +25,15 @@ _serial = itertools.count(1)
 class Call:
     """One RPC while it runs."""
 
-    __slots__ = ("_metadata", "_number", "caller", "method", "resume_token")
+    __slots__ = ("_metadata", "_number", "caller", "is_ending", "method", "resume_token")
 
     def __init__(self, method: str, metadata: Any = ()) -> None:
         self.method = method
         self.caller: Caller = ANONYMOUS
         #: A streaming servicer keeps this at what it last sent; an answer that ends the stream early repeats it.
         self.resume_token = ""
+        #: The server goes away and ends this stream; neither its caller nor what it was sent is to blame.
+        self.is_ending = False
         self._metadata = metadata
         self._number = next(_serial)
 

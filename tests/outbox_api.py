@@ -53,6 +53,34 @@ class OutboxApi:
         answer: pb.MarkOutboxFailedResponse = await self.call("MarkOutboxFailed", request)
         return answer
 
+    async def extend(
+        self, claim_token: str, outbox_ids: Sequence[int] = (), *, lease: float = 0
+    ) -> pb.ExtendOutboxLeaseResponse:
+        request = pb.ExtendOutboxLeaseRequest(
+            claim_token=claim_token, outbox_ids=outbox_ids, lease=duration(lease)
+        )
+        answer: pb.ExtendOutboxLeaseResponse = await self.call("ExtendOutboxLease", request)
+        return answer
+
+    async def release(
+        self, claim_token: str, outbox_ids: Sequence[int] = ()
+    ) -> pb.ReleaseOutboxLeaseResponse:
+        request = pb.ReleaseOutboxLeaseRequest(claim_token=claim_token, outbox_ids=outbox_ids)
+        answer: pb.ReleaseOutboxLeaseResponse = await self.call("ReleaseOutboxLease", request)
+        return answer
+
+    async def dead(
+        self, filter: pb.DeadOutboxFilter | None = None, **fields: Any
+    ) -> pb.ListDeadOutboxRowsResponse:
+        request = pb.ListDeadOutboxRowsRequest(filter=filter, **fields)
+        answer: pb.ListDeadOutboxRowsResponse = await self.call("ListDeadOutboxRows", request)
+        return answer
+
+    async def requeue(self, filter: pb.DeadOutboxFilter | None = None, **fields: Any) -> int:
+        request = pb.RequeueDeadOutboxRowsRequest(filter=filter, **fields)
+        answer: pb.RequeueDeadOutboxRowsResponse = await self.call("RequeueDeadOutboxRows", request)
+        return answer.requeued
+
     async def pending(self) -> int:
         answer: pb.CountOutboxPendingResponse = await self.call(
             "CountOutboxPending", pb.CountOutboxPendingRequest()
@@ -82,6 +110,25 @@ def message(
 
 def ids(answer: Any) -> list[int]:
     return [row.outbox_id for row in answer.rows]
+
+
+async def rows_of(conn: asyncpg.Connection) -> dict[int, Any]:
+    """The whole table, by outbox_id."""
+    return {
+        row["outbox_id"]: row for row in await conn.fetch("SELECT * FROM noetl.outbox ORDER BY outbox_id")
+    }
+
+
+async def insert(
+    conn: asyncpg.Connection, rows: int, *, payload: str = "{}", execution: str = "1", event: str = "n"
+) -> None:
+    """Rows as another writer would add them; execution and event are SQL over n, which counts from 1."""
+    await conn.execute(
+        "INSERT INTO noetl.outbox (execution_id, event_id, payload, payload_codec)"
+        f" SELECT {execution}, {event}, $2::jsonb, 'json' FROM generate_series(1, $1::int) AS n",
+        rows,
+        payload,
+    )
 
 
 async def expire(conn: asyncpg.Connection, *outbox_ids: int) -> None:

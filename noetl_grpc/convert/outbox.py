@@ -10,6 +10,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 from noetlpb.v1 import outbox_pb2 as pb
 
+from noetl_grpc.convert.moments import timestamp_to_pb
 from noetl_grpc.core import fields
 from noetl_grpc.core.backoff import MAXIMUM_SECONDS_DEFAULT
 from noetl_grpc.core.envelope import instant, json_fault
@@ -18,6 +19,8 @@ from noetl_grpc.core.outbox import (
     CODEC_DEFAULT,
     ERROR_CHARACTERS_MAX,
     ClaimedRow,
+    DeadFilter,
+    DeadRow,
     Failure,
     Message,
     Outcome,
@@ -159,3 +162,41 @@ def outcomes_to_pb(verdicts: Iterable[Verdict]) -> list[pb.OutboxFailureOutcome]
         )
         for verdict in verdicts
     ]
+
+
+def dead_filter_from_pb(dead: pb.DeadOutboxFilter) -> tuple[DeadFilter, int | None]:
+    """Which dead rows, and of which shard."""
+    check_batch(dead.outbox_ids, "filter.outbox_ids", may_be_empty=True)
+    converted = DeadFilter(
+        error_contains=fields.text(dead.error_contains, "filter.error_contains"),
+        subject=fields.text(dead.subject, "filter.subject"),
+        execution_id=(
+            fields.positive_id(dead.execution_id, "filter.execution_id")
+            if dead.HasField("execution_id")
+            else None
+        ),
+        dead_before=(
+            moment_from_pb(dead.dead_before, "filter.dead_before") if dead.HasField("dead_before") else None
+        ),
+        outbox_ids=tuple(dead.outbox_ids),
+    )
+    return converted, dead.shard if dead.HasField("shard") else None
+
+
+def dead_row_to_pb(row: DeadRow, *, shard: int) -> pb.DeadOutboxRow:
+    """A dead row, with its body if there is one."""
+    return pb.DeadOutboxRow(
+        row=pb.OutboxRow(
+            outbox_id=row.outbox_id,
+            event_id=row.event_id,
+            execution_id=row.execution_id,
+            subject=row.subject,
+            payload_json=row.payload_json or "",
+            payload_codec=CODEC_DEFAULT,
+            headers=headers_from_json(row.headers_json),
+            attempts=row.attempts,
+            shard=shard,
+        ),
+        last_error=row.last_error,
+        dead_at=timestamp_to_pb(row.dead_at),
+    )

@@ -69,6 +69,46 @@ class ClaimedRow(NamedTuple):
     lease_expires_at: datetime
 
 
+class DeadRow(NamedTuple):
+    """A dead row, in the order of the statement's columns."""
+
+    outbox_id: int
+    event_id: int
+    execution_id: int | None
+    subject: str | None
+    #: None when it was not asked for.
+    payload_json: str | None
+    headers_json: str | None
+    attempts: int
+    last_error: str
+    dead_at: datetime
+    #: How many bytes it brings into an answer.
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeadFilter:
+    """Which dead rows; what is set must all hold."""
+
+    error_contains: str = ""
+    subject: str = ""
+    execution_id: int | None = None
+    dead_before: datetime | None = None
+    outbox_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The oldest undelivered rows of some executions, locked, and how far the walk for them came."""
+
+    execution_ids: Sequence[int]
+    outbox_ids: Sequence[int]
+    walked_from: int | None
+    walked_to: int | None
+    #: There is no execution behind `walked_to`.
+    at_end: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
     """A message to enqueue."""
@@ -282,3 +322,17 @@ def heads_of_failures(rows: Mapping[int, HeldRow], verdicts: Sequence[Verdict]) 
         if known is None or row.outbox_id < known.outbox_id:
             oldest[row.execution_id, row.claim] = row
     return list(oldest.values())
+
+
+def oldest_of_each(claim: UUID, executions: Mapping[int, int | None]) -> list[HeldRow]:
+    """Of rows that an ordered claim gave back, by execution, those behind which everything else must go back too."""
+    if not keeps_order(claim):
+        return []
+    oldest: dict[int, int] = {}
+    for outbox_id, execution_id in executions.items():
+        if execution_id is not None:
+            oldest[execution_id] = min(outbox_id, oldest.get(execution_id, outbox_id))
+    return [
+        HeldRow(outbox_id, execution_id, Status.PENDING, claim, attempts=0, dead=False)
+        for execution_id, outbox_id in oldest.items()
+    ]

@@ -40,16 +40,17 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 class OpenStream:
     """One stream being served."""
 
-    __slots__ = ("is_ended", "is_writing", "task")
+    __slots__ = ("call", "is_ended", "is_writing", "task")
 
     def __init__(self, task: asyncio.Task[Any]) -> None:
         self.task = task
+        self.call = calls.current()
         self.is_writing = False
         self.is_ended = False
 
     def end(self) -> None:
         """Interrupt it. One that is just writing ends itself behind the message: gRPC has no status to send before."""
-        self.is_ended = True
+        self.is_ended = self.call.is_ending = True
         if not self.is_writing:
             self.task.cancel()
 

@@ -8,7 +8,20 @@ from uuid import UUID
 
 import asyncpg
 
-from noetl_grpc.core.outbox import ClaimedRow, Failure, HeldRow, Message, Stats, Status, Verdict
+from noetl_grpc.core.outbox import (
+    ROW_BYTES_MAX,
+    ClaimedRow,
+    DeadFilter,
+    DeadRow,
+    Failure,
+    Heads,
+    HeldRow,
+    Message,
+    Outcome,
+    Stats,
+    Status,
+    Verdict,
+)
 from noetl_grpc.storage.pool import Connection
 from noetl_grpc.storage.queries import queries
 
@@ -91,6 +104,68 @@ async def claim_rows(
     return sorted(map(ClaimedRow._make, records))
 
 
+async def lock_heads(conn: Connection, *, lanes: int, after: int, walk_max: int) -> Heads:
+    """Lock the heads of executions behind `after`, where they are due; for `claim_runs` in the same transaction."""
+    return Heads(*await conn.fetchrow(queries["lock_heads"], lanes, after, walk_max))
+
+
+async def claim_runs(
+    conn: Connection,
+    claim: UUID,
+    heads: Heads,
+    *,
+    limit: int,
+    bytes_max: int,
+    lease: timedelta,
+    at_least_one: bool,
+    rows_per_execution: int,
+) -> list[ClaimedRow]:
+    """Take the gapless due runs that begin with these heads, in the order of their ids."""
+    records = await conn.fetch(
+        queries["claim_runs"],
+        heads.execution_ids,
+        heads.outbox_ids,
+        claim,
+        limit,
+        rows_per_execution,
+        bytes_max,
+        lease,
+        at_least_one,
+        _needs_exact_sizes(limit, bytes_max),
+    )
+    return sorted(map(ClaimedRow._make, records))
+
+
+async def claim_rows_without_execution(
+    conn: Connection,
+    claim: UUID,
+    *,
+    limit: int,
+    bytes_max: int,
+    lease: timedelta,
+    at_least_one: bool,
+    outbox_id_min: int,
+) -> list[ClaimedRow]:
+    """Take due rows that have no order, the oldest first."""
+    records = await conn.fetch(
+        queries["claim_rows_without_execution"],
+        limit,
+        bytes_max,
+        claim,
+        lease,
+        at_least_one,
+        outbox_id_min,
+        _needs_exact_sizes(limit, bytes_max),
+    )
+    return sorted(map(ClaimedRow._make, records))
+
+
+async def look_for_due(conn: Connection, *, above: int) -> tuple[float | None, int]:
+    """Seconds until the next row above an id is due (None when none waits), and the highest id of a waiting row."""
+    seconds, highest = await conn.fetchrow(queries["look_for_due"], above)
+    return seconds, highest or 0
+
+
 async def mark_published(conn: Connection, outbox_ids: Sequence[int], claim: UUID | None) -> int:
     """Publish rows that the claim holds, or whoever holds them without one; how many became PUBLISHED."""
     if claim is None:
@@ -123,7 +198,7 @@ async def fail_rows(conn: Connection, failures: Sequence[Failure], verdicts: Seq
         [verdict.outbox_id for _, verdict in marked],
         [failure.error for failure, _ in marked],
         [verdict.delay_seconds for _, verdict in marked],
-        [verdict.outcome.name == "DEAD" for _, verdict in marked],
+        [verdict.outcome is Outcome.DEAD for _, verdict in marked],
     )
 
 
@@ -171,15 +246,47 @@ async def abandon_rows(
     return dict(await conn.fetch(queries["abandon_rows"], outbox_ids, claim, attempts_max, error))
 
 
-async def count_pending(conn: Connection, *, at_most: int | None = None) -> int:
-    """How many rows a claim without limit would get; counting may stop at a bound."""
-    pending: int = await conn.fetchval(queries["count_pending"], at_most)
-    return pending if at_most is None else min(pending, at_most)
+async def count_pending(conn: Connection) -> int:
+    """How many rows a claim without limit would get."""
+    pending: int = await conn.fetchval(queries["count_pending"])
+    return pending
 
 
 async def read_stats(conn: Connection) -> Stats:
     """Undelivered rows by situation."""
     return Stats(**await conn.fetchrow(queries["read_stats"]))
+
+
+async def list_dead_rows(
+    conn: Connection, dead: DeadFilter, *, after: int, limit: int, bytes_max: int, with_payload: bool
+) -> list[DeadRow]:
+    """Dead rows behind an id, by id; fewer than the limit also when they are heavy."""
+    records = await conn.fetch(
+        queries["list_dead_rows"],
+        *_filter_arguments(dead),
+        after,
+        limit,
+        bytes_max,
+        with_payload,
+        ROW_BYTES_MAX,
+    )
+    return [DeadRow._make(record) for record in records]
+
+
+async def count_dead_rows(conn: Connection, dead: DeadFilter) -> int:
+    """How many dead rows there are."""
+    rows: int = await conn.fetchval(queries["count_dead_rows"], *_filter_arguments(dead))
+    return rows
+
+
+async def requeue_dead_rows(conn: Connection, dead: DeadFilter, *, after: int, limit: int) -> list[int]:
+    """Make dead rows behind an id due again; their ids, ascending."""
+    records = await conn.fetch(queries["requeue_dead_rows"], *_filter_arguments(dead), after, limit)
+    return sorted(outbox_id for (outbox_id,) in records)
+
+
+def _filter_arguments(dead: DeadFilter) -> tuple[object, ...]:
+    return dead.error_contains, dead.subject, dead.execution_id, dead.dead_before, dead.outbox_ids
 
 
 def _affected(command_tag: str) -> int:

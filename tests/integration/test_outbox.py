@@ -12,18 +12,23 @@ import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 from noetlpb.v1 import outbox_pb2 as pb
 
-from tests.outbox_api import OutboxApi, duration, expire, ids, make_due, message, refused, refused_field
+from tests.outbox_api import (
+    OutboxApi,
+    duration,
+    expire,
+    ids,
+    insert,
+    make_due,
+    message,
+    refused,
+    refused_field,
+    rows_of,
+)
 
 
 @pytest.fixture
 def api(channel: grpc.aio.Channel) -> OutboxApi:
     return OutboxApi(channel)
-
-
-async def _rows(conn: asyncpg.Connection) -> dict[int, Any]:
-    return {
-        row["outbox_id"]: row for row in await conn.fetch("SELECT * FROM noetl.outbox ORDER BY outbox_id")
-    }
 
 
 async def test_a_message_is_handed_out_as_it_was_enqueued(api: OutboxApi) -> None:
@@ -56,7 +61,7 @@ async def test_the_codec_tells_what_is_delivered_and_the_table_keeps_the_word(
     claim = await api.claim()
 
     assert {row.payload_codec for row in claim.rows} == {"json"}
-    assert [row["payload_codec"] for row in (await _rows(conn)).values()] == ["arrow-feather", "json"]
+    assert [row["payload_codec"] for row in (await rows_of(conn)).values()] == ["arrow-feather", "json"]
 
 
 async def test_enqueueing_again_changes_nothing_and_names_the_rows(api: OutboxApi) -> None:
@@ -84,21 +89,12 @@ async def test_rows_get_their_ids_in_the_order_of_the_request(api: OutboxApi) ->
 async def test_a_claim_takes_the_oldest_rows_up_to_its_limit(
     api: OutboxApi, conn: asyncpg.Connection
 ) -> None:
-    await _insert(conn, 2600)
+    await insert(conn, 2600)
 
     taken = [ids(await api.claim(limit=limit)) for limit in (0, 1, 250, 1000, 5000)]
 
     assert [len(batch) for batch in taken] == [100, 1, 250, 1000, 1000]
     assert [outbox_id for batch in taken for outbox_id in batch] == list(range(1, 2352))
-
-
-async def _insert(conn: asyncpg.Connection, rows: int, *, payload: str = "{}", execution: str = "1") -> None:
-    await conn.execute(
-        "INSERT INTO noetl.outbox (execution_id, event_id, payload, payload_codec)"
-        f" SELECT {execution}, n, $2::jsonb, 'json' FROM generate_series(1, $1::int) AS n",
-        rows,
-        payload,
-    )
 
 
 async def test_nothing_due_is_an_empty_answer(api: OutboxApi) -> None:
@@ -130,7 +126,7 @@ async def test_a_lease_counts_by_the_databases_clock(api: OutboxApi, conn: async
 
     expires_at = claim.lease_expires_at.ToDatetime(tzinfo=UTC)
     assert before + timedelta(seconds=90) <= expires_at <= after + timedelta(seconds=90)
-    row = (await _rows(conn))[1]
+    row = (await rows_of(conn))[1]
     assert (row["status"], row["attempts"], row["lease_expires_at"]) == ("IN_FLIGHT", 1, expires_at)
     assert row["locked_at"] is not None
 
@@ -142,13 +138,13 @@ async def test_published_rows_are_counted_once_and_stamped_once(
     claim = await api.claim()
 
     assert (await api.publish([1, 2, 1], claim.claim_token)).marked == 2
-    stamped = [row["published_at"] for row in (await _rows(conn)).values()]
+    stamped = [row["published_at"] for row in (await rows_of(conn)).values()]
     again = await api.publish([1, 2], claim.claim_token)
     by_anyone = await api.publish([1, 2])
 
     assert (again.marked, list(again.stale_ids), list(again.unknown_ids)) == (0, [], [])
     assert (by_anyone.marked, list(by_anyone.stale_ids)) == (0, [])
-    rows = await _rows(conn)
+    rows = await rows_of(conn)
     assert [row["published_at"] for row in rows.values()] == stamped
     assert {row["status"] for row in rows.values()} == {"PUBLISHED"}
     assert ids(await api.claim()) == []
@@ -174,7 +170,7 @@ async def test_whoever_lost_a_row_can_do_nothing_to_it(api: OutboxApi, conn: asy
     await expire(conn)
     holder = await api.claim(limit=1)
     assert [row.attempts for row in holder.rows] == [2]
-    before = await _rows(conn)
+    before = await rows_of(conn)
 
     published = await api.publish([1, 2, 77], lost.claim_token)
     code, info = await refused(api.fail(1, lost.claim_token))
@@ -184,7 +180,7 @@ async def test_whoever_lost_a_row_can_do_nothing_to_it(api: OutboxApi, conn: asy
     assert list(published.unknown_ids) == [77]
     assert (code, info.reason) == (grpc.StatusCode.ABORTED, "LEASE_LOST")
     assert info.metadata["outbox_id"] == "1"
-    assert (await _rows(conn))[1] == before[1]
+    assert (await rows_of(conn))[1] == before[1]
     assert (await api.publish([1], holder.claim_token)).marked == 1
 
 
@@ -204,7 +200,7 @@ async def test_a_stale_failure_never_revives_a_published_row(
     assert (code, info.reason) == (grpc.StatusCode.ABORTED, "LEASE_LOST")
     for answer in (mine, by_anyone):
         assert (answer.marked, answer.available_at_in, answer.dead) == (False, 0, False)
-    assert (await _rows(conn))[1]["status"] == "PUBLISHED"
+    assert (await rows_of(conn))[1]["status"] == "PUBLISHED"
 
 
 async def test_without_a_token_rows_are_marked_whoever_holds_them(
@@ -220,7 +216,7 @@ async def test_without_a_token_rows_are_marked_whoever_holds_them(
     assert failed.marked
     stale = await api.publish([1, 2], held.claim_token)
     assert (stale.marked, list(stale.stale_ids)) == (0, [2])
-    assert [row["status"] for row in (await _rows(conn)).values()] == ["PUBLISHED", "FAILED", "PUBLISHED"]
+    assert [row["status"] for row in (await rows_of(conn)).values()] == ["PUBLISHED", "FAILED", "PUBLISHED"]
 
 
 async def test_a_failed_row_waits_longer_each_time(api: OutboxApi, conn: asyncpg.Connection) -> None:
@@ -230,7 +226,7 @@ async def test_a_failed_row_waits_longer_each_time(api: OutboxApi, conn: asyncpg
         claim = await api.claim()
         failed = await api.fail(1, claim.claim_token, error="x" * 5000)
         delays.append(failed.available_at_in)
-        row = (await _rows(conn))[1]
+        row = (await rows_of(conn))[1]
         waits = row["available_at"] - row["updated_at"]
         assert waits == timedelta(seconds=failed.available_at_in)
         assert row["last_error"] == "x" * 2000
@@ -241,7 +237,7 @@ async def test_a_failed_row_waits_longer_each_time(api: OutboxApi, conn: asyncpg
     claim = await api.claim()
     assert [row.attempts for row in claim.rows] == [5]
     await api.publish([1], claim.claim_token)
-    assert (await _rows(conn))[1]["last_error"] is None
+    assert (await rows_of(conn))[1]["last_error"] is None
 
 
 async def test_a_caller_may_set_the_delay(api: OutboxApi) -> None:
@@ -265,7 +261,7 @@ async def test_a_row_without_attempts_left_is_dead_and_never_seen_again(
     assert ids(await api.claim()) == []
     assert await api.stats() == {"pending": 0, "delayed": 0, "in_flight": 0, "expired": 0, "dead": 1}
     assert await _claim_as_noetl_does(conn) == []
-    row = (await _rows(conn))[1]
+    row = (await rows_of(conn))[1]
     assert (row["status"], row["last_error"], row["claim_token"]) == ("FAILED", "broken", None)
     assert row["dead_at"] is not None
 
@@ -317,7 +313,7 @@ async def test_many_failures_at_once_are_told_apart(api: OutboxApi, conn: asyncp
         (6, pb.OUTBOX_OUTCOME_STALE, 0),
     ]
     assert [outcome.outcome for outcome in stale.outcomes] == [pb.OUTBOX_OUTCOME_STALE]
-    assert [row["status"] for row in (await _rows(conn)).values()] == [
+    assert [row["status"] for row in (await rows_of(conn)).values()] == [
         "FAILED", "IN_FLIGHT", "PUBLISHED", "FAILED", "IN_FLIGHT", "PENDING",
     ]  # fmt: skip
 
@@ -400,12 +396,12 @@ BAD_REQUESTS: list[tuple[str, Any, str]] = [
 
 async def test_bad_requests_name_their_field(api: OutboxApi, conn: asyncpg.Connection) -> None:
     await api.enqueue(message(1))
-    before = await _rows(conn)
+    before = await rows_of(conn)
 
     named = [await refused_field(api.call(method, request)) for method, request, _ in BAD_REQUESTS]
 
     assert named == [field for _, _, field in BAD_REQUESTS]
-    assert await _rows(conn) == before
+    assert await rows_of(conn) == before
 
 
 BAD_MESSAGES: list[tuple[pb.OutboxMessage, str]] = [
@@ -436,7 +432,7 @@ async def test_one_bad_message_keeps_its_whole_batch_out(api: OutboxApi, conn: a
     named = [await refused_field(api.enqueue(message(77), bad, message(78))) for bad, _ in BAD_MESSAGES]
 
     assert named == [f"messages[1].{field}" for _, field in BAD_MESSAGES]
-    assert await _rows(conn) == {}
+    assert await rows_of(conn) == {}
 
 
 async def test_an_escaped_backslash_is_no_nul(api: OutboxApi) -> None:
@@ -499,7 +495,7 @@ async def test_a_request_above_the_limit_is_told_the_limit(api: OutboxApi, conn:
 
     assert (code, info.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "REQUEST_TOO_LARGE")
     assert info.metadata["limit_bytes"] == str(32 * 1024 * 1024)
-    assert await _rows(conn) == {}
+    assert await rows_of(conn) == {}
 
 
 async def test_rows_of_other_writers_are_delivered_too(api: OutboxApi, conn: asyncpg.Connection) -> None:
@@ -518,7 +514,7 @@ async def test_rows_of_other_writers_are_delivered_too(api: OutboxApi, conn: asy
 async def test_the_oldest_row_comes_first_also_when_it_came_back(
     api: OutboxApi, conn: asyncpg.Connection
 ) -> None:
-    await _insert(conn, 300)
+    await insert(conn, 300)
     first = await api.claim(limit=100)
     await api.claim(limit=100)
     await expire(conn, *ids(first))

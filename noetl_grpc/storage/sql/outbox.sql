@@ -36,9 +36,10 @@ FROM noetl.outbox AS o
 WHERE o.execution_id IS NULL AND o.event_id = ANY($3::bigint[]);
 
 -- name: claim_rows
--- Take up to $1 due rows of at most $2 bytes, the oldest first, for the claim $3 and the time $4; $5 allows one row that is
--- too large. Only rows from $6 on are looked at, and expired leases only with $7; $8 asks for exact sizes. SKIP LOCKED lets
--- claimers work side by side; ANY(ARRAY(…)) keeps the plan good when it is generic.
+-- Take up to $1 due rows of at most $2 bytes, the oldest first (of more expired ones than that, those whose lease ended
+-- first), for the claim $3 and the time $4; $5 allows one row that is too large. Only rows from $6 on are looked at, and
+-- expired leases only with $7; $8 asks for exact sizes. SKIP LOCKED lets claimers work side by side; ANY(ARRAY(…)) keeps the
+-- plan good when it is generic.
 WITH expired AS MATERIALIZED (
     SELECT outbox_id,
            CASE
@@ -83,6 +84,166 @@ SET status = 'IN_FLIGHT',
     updated_at = now()
 WHERE o.outbox_id = ANY(ARRAY(SELECT outbox_id FROM fitting))
 RETURNING o.outbox_id, o.event_id, o.execution_id, o.subject, o.payload, o.headers, o.attempts, o.lease_expires_at;
+
+-- name: lock_heads
+-- Lock the oldest live row of up to $1 executions where it is due. The walk jumps from execution to execution over
+-- idx_outbox_undelivered, begins behind $2 and looks at $3 executions at most; one with many rows costs no more than one with
+-- a single row. Whoever holds an execution's head owns the execution until the transaction ends.
+WITH RECURSIVE lane (execution_id, outbox_id, is_due, walked, found) AS (
+    (
+        SELECT o.execution_id, o.outbox_id, due.now_, 1, due.now_::integer
+        FROM noetl.outbox AS o
+        CROSS JOIN LATERAL (
+            SELECT CASE WHEN o.status = 'IN_FLIGHT' THEN o.lease_expires_at ELSE o.available_at END <= now() IS TRUE
+        ) AS due (now_)
+        WHERE o.status IN ('PENDING', 'FAILED', 'IN_FLIGHT') AND o.dead_at IS NULL AND o.execution_id > $2::bigint
+        ORDER BY o.execution_id, o.outbox_id
+        LIMIT 1
+    )
+    UNION ALL
+    SELECT head.execution_id, head.outbox_id, head.is_due, lane.walked + 1, lane.found + head.is_due::integer
+    FROM lane
+    CROSS JOIN LATERAL (
+        SELECT o.execution_id,
+               o.outbox_id,
+               CASE WHEN o.status = 'IN_FLIGHT' THEN o.lease_expires_at ELSE o.available_at END <= now() IS TRUE AS is_due
+        FROM noetl.outbox AS o
+        WHERE o.status IN ('PENDING', 'FAILED', 'IN_FLIGHT') AND o.dead_at IS NULL
+          AND o.execution_id > lane.execution_id
+        ORDER BY o.execution_id, o.outbox_id
+        LIMIT 1
+    ) AS head
+    WHERE lane.walked < $3::integer AND lane.found < $1::integer
+),
+walk AS MATERIALIZED (
+    SELECT execution_id, outbox_id, is_due, walked, found
+    FROM lane
+),
+head AS MATERIALIZED (
+    SELECT o.execution_id, o.outbox_id
+    FROM noetl.outbox AS o
+    WHERE o.outbox_id = ANY(ARRAY(SELECT outbox_id FROM walk WHERE is_due))
+      AND o.status IN ('PENDING', 'FAILED', 'IN_FLIGHT') AND o.dead_at IS NULL
+      AND CASE WHEN o.status = 'IN_FLIGHT' THEN o.lease_expires_at ELSE o.available_at END <= now()
+    FOR UPDATE SKIP LOCKED
+)
+SELECT coalesce((SELECT array_agg(execution_id ORDER BY outbox_id) FROM head), '{}') AS execution_ids,
+       coalesce((SELECT array_agg(outbox_id ORDER BY outbox_id) FROM head), '{}') AS outbox_ids,
+       (SELECT min(execution_id) FROM walk) AS walked_from,
+       (SELECT max(execution_id) FROM walk) AS walked_to,
+       coalesce((SELECT max(walked) < $3 AND max(found) < $1 FROM walk), true) AS at_end;
+
+-- name: claim_runs
+-- Take the due runs of the executions $1 from their locked heads $2 on, at most $4 rows and $6 bytes, $5 rows of one
+-- execution, for the claim $3 and the time $7; $8 allows one row that is too large, $9 asks for exact sizes. It must be a
+-- statement of its own behind lock_heads: its snapshot is younger than the locks. A row that somebody else has locked ends
+-- its run, and so does a head that is no longer the first. It never waits for a lock, so it can't deadlock.
+WITH candidate AS MATERIALIZED (
+    SELECT lane.execution_id, lane.head, live.outbox_id
+    FROM unnest($1::bigint[], $2::bigint[]) AS lane (execution_id, head)
+    CROSS JOIN LATERAL (
+        SELECT o.outbox_id
+        FROM noetl.outbox AS o
+        WHERE o.status IN ('PENDING', 'FAILED', 'IN_FLIGHT') AND o.dead_at IS NULL
+          AND o.execution_id = lane.execution_id
+        ORDER BY o.execution_id, o.outbox_id
+        LIMIT $5
+    ) AS live
+),
+due AS MATERIALIZED (
+    SELECT o.outbox_id,
+           CASE
+               WHEN NOT $9::boolean AND pg_column_size(payload) < 8192 AND pg_column_compression(payload) IS NULL
+               THEN pg_column_size(payload)
+               ELSE octet_length(payload::text)
+           END + coalesce(octet_length(subject), 0) + coalesce(octet_length(headers::text), 0) AS size
+    FROM noetl.outbox AS o
+    WHERE o.outbox_id = ANY(ARRAY(SELECT outbox_id FROM candidate))
+      AND o.status IN ('PENDING', 'FAILED', 'IN_FLIGHT') AND o.dead_at IS NULL
+      AND CASE WHEN o.status = 'IN_FLIGHT' THEN o.lease_expires_at ELSE o.available_at END <= now()
+    FOR UPDATE SKIP LOCKED
+),
+run AS (
+    SELECT candidate.outbox_id,
+           due.size,
+           bool_and(due.outbox_id IS NOT NULL) OVER oldest_first
+           AND first_value(candidate.outbox_id) OVER oldest_first = candidate.head AS is_gapless
+    FROM candidate
+    LEFT JOIN due ON due.outbox_id = candidate.outbox_id
+    WINDOW oldest_first AS (PARTITION BY candidate.execution_id ORDER BY candidate.outbox_id)
+),
+fitting AS (
+    SELECT outbox_id
+    FROM (
+        SELECT outbox_id, row_number() OVER oldest_first AS place, sum(size) OVER oldest_first AS bytes
+        FROM run
+        WHERE is_gapless
+        WINDOW oldest_first AS (ORDER BY outbox_id)
+    ) AS measured
+    WHERE place <= $4 AND (bytes <= $6::bigint OR (place = 1 AND $8::boolean))
+)
+UPDATE noetl.outbox AS o
+SET status = 'IN_FLIGHT',
+    attempts = o.attempts + 1,
+    claim_token = $3::uuid,
+    lease_expires_at = now() + $7::interval,
+    locked_at = now(),
+    updated_at = now()
+WHERE o.outbox_id = ANY(ARRAY(SELECT outbox_id FROM fitting))
+RETURNING o.outbox_id, o.event_id, o.execution_id, o.subject, o.payload, o.headers, o.attempts, o.lease_expires_at;
+
+-- name: claim_rows_without_execution
+-- As claim_rows, for rows that belong to no execution and so to no order; they stand at the end of idx_outbox_undelivered.
+WITH due AS MATERIALIZED (
+    SELECT outbox_id,
+           CASE
+               WHEN NOT $7::boolean AND pg_column_size(payload) < 8192 AND pg_column_compression(payload) IS NULL
+               THEN pg_column_size(payload)
+               ELSE octet_length(payload::text)
+           END + coalesce(octet_length(subject), 0) + coalesce(octet_length(headers::text), 0) AS size
+    FROM noetl.outbox
+    WHERE status IN ('PENDING', 'FAILED', 'IN_FLIGHT') AND dead_at IS NULL
+      AND execution_id IS NULL AND outbox_id >= $6::bigint
+      AND CASE WHEN status = 'IN_FLIGHT' THEN lease_expires_at ELSE available_at END <= now()
+    ORDER BY execution_id, outbox_id
+    LIMIT $1
+    FOR UPDATE SKIP LOCKED
+),
+fitting AS (
+    SELECT outbox_id
+    FROM (
+        SELECT outbox_id, row_number() OVER oldest_first AS place, sum(size) OVER oldest_first AS bytes
+        FROM due
+        WINDOW oldest_first AS (ORDER BY outbox_id)
+    ) AS measured
+    WHERE bytes <= $2::bigint OR (place = 1 AND $5::boolean)
+)
+UPDATE noetl.outbox AS o
+SET status = 'IN_FLIGHT',
+    attempts = o.attempts + 1,
+    claim_token = $3::uuid,
+    lease_expires_at = now() + $4::interval,
+    locked_at = now(),
+    updated_at = now()
+WHERE o.outbox_id = ANY(ARRAY(SELECT outbox_id FROM fitting))
+RETURNING o.outbox_id, o.event_id, o.execution_id, o.subject, o.payload, o.headers, o.attempts, o.lease_expires_at;
+
+-- name: look_for_due
+-- How long until the next row above $1 is due, not above zero if one is, NULL when none waits; expired leases count only
+-- with $1 = 0. And the highest id of a waiting row, which is where the next look may begin.
+SELECT extract(epoch FROM least(
+           (
+               SELECT min(available_at)
+               FROM noetl.outbox
+               WHERE status IN ('PENDING', 'FAILED') AND dead_at IS NULL AND outbox_id > $1::bigint
+           ),
+           (SELECT min(lease_expires_at) FROM noetl.outbox WHERE status = 'IN_FLIGHT' AND $1 = 0)
+       ) - now())::double precision AS seconds,
+       (
+           SELECT max(outbox_id)
+           FROM noetl.outbox
+           WHERE status IN ('PENDING', 'FAILED') AND dead_at IS NULL
+       ) AS highest;
 
 -- name: mark_published
 -- Publish the rows $1 that the claim $2 holds. The token stays, so that a repeated mark is known to be one.
@@ -213,37 +374,21 @@ WHERE outbox_id = ANY($1::bigint[]) AND status = 'IN_FLIGHT' AND claim_token = $
 RETURNING outbox_id, dead_at IS NOT NULL AS dead;
 
 -- name: count_pending
--- How many rows a claim without limit would get, counted up to $1; each branch is an index of its own.
+-- How many rows a claim without limit would get.
 SELECT (
     SELECT count(*)
-    FROM (
-        SELECT 1
-        FROM noetl.outbox
-        WHERE status IN ('PENDING', 'FAILED') AND available_at <= now()
-        LIMIT $1
-    ) AS due
+    FROM noetl.outbox
+    WHERE status IN ('PENDING', 'FAILED') AND dead_at IS NULL AND available_at <= now()
 ) + (
     SELECT count(*)
-    FROM (
-        SELECT 1
-        FROM noetl.outbox
-        WHERE status = 'IN_FLIGHT' AND lease_expires_at <= now()
-        LIMIT $1
-    ) AS expired
+    FROM noetl.outbox
+    WHERE status = 'IN_FLIGHT' AND lease_expires_at <= now()
 ) AS pending;
 
 -- name: read_stats
--- Every undelivered row, counted once. A dead row is due at infinity, so the first branch need not look at dead_at.
-SELECT (
-           SELECT count(*)
-           FROM noetl.outbox
-           WHERE status IN ('PENDING', 'FAILED') AND available_at <= now()
-       ) AS pending,
-       (
-           SELECT count(*)
-           FROM noetl.outbox
-           WHERE status IN ('PENDING', 'FAILED') AND available_at > now() AND dead_at IS NULL
-       ) AS delayed,
+-- Every undelivered row, counted once; each part reads an index that holds no published row.
+SELECT waiting.pending,
+       waiting.delayed,
        claimed.in_flight,
        claimed.expired,
        (
@@ -251,13 +396,97 @@ SELECT (
            FROM noetl.outbox
            WHERE dead_at IS NOT NULL
        ) AS dead,
-       now() - least(
-           (SELECT min(available_at) FROM noetl.outbox WHERE status = 'PENDING' AND available_at <= now()),
-           (SELECT min(available_at) FROM noetl.outbox WHERE status = 'FAILED' AND available_at <= now())
-       ) AS oldest_pending_age
+       CASE WHEN waiting.pending > 0 THEN now() - waiting.due_first END AS oldest_pending_age
 FROM (
+    SELECT count(*) FILTER (WHERE available_at <= now()) AS pending,
+           count(*) FILTER (WHERE available_at > now()) AS delayed,
+           min(available_at) AS due_first
+    FROM noetl.outbox
+    WHERE status IN ('PENDING', 'FAILED') AND dead_at IS NULL
+) AS waiting
+CROSS JOIN (
     SELECT count(*) FILTER (WHERE lease_expires_at <= now()) AS expired,
            count(*) FILTER (WHERE lease_expires_at <= now() IS NOT TRUE) AS in_flight
     FROM noetl.outbox
     WHERE status = 'IN_FLIGHT'
 ) AS claimed;
+
+-- name: list_dead_rows
+-- Dead rows behind $6 that the filter ($1 to $5) lets through, up to $7 rows and $8 bytes, and without its body the first
+-- that does not fit, because it tells that there are more. Bodies come with $9, unless no answer can hold one ($10).
+SELECT outbox_id,
+       event_id,
+       execution_id,
+       subject,
+       CASE WHEN body_bytes <= $10::bigint AND (place = 1 OR bytes <= $8::bigint) THEN payload END AS payload,
+       headers,
+       attempts,
+       coalesce(last_error, '') AS last_error,
+       dead_at,
+       size
+FROM (
+    SELECT o.*, sum(size) OVER oldest_first AS bytes, row_number() OVER oldest_first AS place
+    FROM (
+        SELECT outbox_id,
+               event_id,
+               execution_id,
+               subject,
+               payload,
+               headers,
+               attempts,
+               last_error,
+               dead_at,
+               body.bytes AS body_bytes,
+               coalesce(body.bytes, 0) + coalesce(octet_length(subject), 0) + coalesce(octet_length(headers::text), 0)
+               + coalesce(octet_length(last_error), 0) AS size
+        FROM noetl.outbox
+        CROSS JOIN LATERAL (SELECT CASE WHEN $9::boolean THEN octet_length(payload::text) END) AS body (bytes)
+        WHERE dead_at IS NOT NULL
+          AND ($1::text = '' OR strpos(last_error, $1) > 0)
+          AND ($2::text = '' OR subject = $2)
+          AND ($3::bigint IS NULL OR execution_id = $3)
+          AND ($4::timestamptz IS NULL OR dead_at < $4)
+          AND (cardinality($5::bigint[]) = 0 OR outbox_id = ANY($5))
+          AND outbox_id > $6::bigint
+        ORDER BY outbox_id
+        LIMIT $7
+    ) AS o
+    WINDOW oldest_first AS (ORDER BY outbox_id)
+) AS page
+WHERE place = 1 OR bytes - size <= $8
+ORDER BY outbox_id;
+
+-- name: count_dead_rows
+-- How many dead rows the filter lets through.
+SELECT count(*)
+FROM noetl.outbox
+WHERE dead_at IS NOT NULL
+  AND ($1::text = '' OR strpos(last_error, $1) > 0)
+  AND ($2::text = '' OR subject = $2)
+  AND ($3::bigint IS NULL OR execution_id = $3)
+  AND ($4::timestamptz IS NULL OR dead_at < $4)
+  AND (cardinality($5::bigint[]) = 0 OR outbox_id = ANY($5));
+
+-- name: requeue_dead_rows
+-- Make up to $7 dead rows behind $6 that the filter lets through due again, as if they were new; the last error stays.
+UPDATE noetl.outbox AS o
+SET status = 'PENDING',
+    attempts = 0,
+    available_at = now(),
+    dead_at = NULL,
+    updated_at = now()
+WHERE o.outbox_id = ANY(ARRAY(
+    SELECT outbox_id
+    FROM noetl.outbox
+    WHERE dead_at IS NOT NULL
+      AND ($1::text = '' OR strpos(last_error, $1) > 0)
+      AND ($2::text = '' OR subject = $2)
+      AND ($3::bigint IS NULL OR execution_id = $3)
+      AND ($4::timestamptz IS NULL OR dead_at < $4)
+      AND (cardinality($5::bigint[]) = 0 OR outbox_id = ANY($5))
+      AND outbox_id > $6::bigint
+    ORDER BY outbox_id
+    LIMIT $7
+    FOR UPDATE
+))
+RETURNING o.outbox_id;
