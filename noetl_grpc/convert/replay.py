@@ -18,11 +18,15 @@ from noetl_grpc.core.cutoff import EVERYTHING, Cutoff, Scope
 from noetl_grpc.core.difference import Cause, Change, Missing, pointer
 from noetl_grpc.core.envelope import instant
 from noetl_grpc.core.numbers import FoldWarning
+from noetl_grpc.core.payloads import no_summary
 from noetl_grpc.core.rules import FoldRules
 from noetl_grpc.errors import InvalidRequest
 
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 _ENTRIES_PER_STEP = 100
+
+_NO_SUMMARY = no_summary()
+_NO_SUMMARY_TEXT = canonical_json(_NO_SUMMARY).decode()
 
 _RULES = {
     state_pb2.FOLD_RULES_UNSPECIFIED: FoldRules.UNION,
@@ -124,12 +128,12 @@ def state_to_pb(
     shown = state["projection"]
     if shown in ("all", "execution"):
         yield from _fill_execution(message.execution, state["execution"])
-    for projection, surface, fill in _SURFACES:
+    for projection, surface, to_pb in _SURFACES:
         if shown in ("all", projection):
             entries = getattr(message, surface)
             for count, (key, entry) in enumerate(state[surface].items()):
                 numbers.where = surface, key, entry["last_event_id"]
-                fill(entries[key], entry, numbers)
+                entries[key].CopyFrom(to_pb(entry, numbers))
                 if count % _ENTRIES_PER_STEP == 0:
                     yield
     for warning in (*warnings, *numbers.warnings):
@@ -183,126 +187,87 @@ class _Numbers:
 
 def _fill_execution(message: state_pb2.ExecutionState, execution: JsonObject) -> Iterator[None]:
     message.status = execution["status"]
-    _set(message, execution, "last_node_name")
+    if execution["last_node_name"] is not None:
+        message.last_node_name = execution["last_node_name"]
     for count, entry in enumerate(execution["payload_refs"]):
         message.payload_refs.add(event_id=entry["event_id"], reference_json=_text(entry["reference"]))
         if count % _ENTRIES_PER_STEP == 0:
             yield
 
 
-def _fill_stage(message: state_pb2.StageState, stage: JsonObject, numbers: _Numbers) -> None:
-    message.stage_id = stage["stage_id"]
-    message.status = stage["status"]
-    if stage["kind"] is not None:
-        message.kind_json = _text(stage["kind"])
-    step_name = stage["step_name"]
-    if step_name is not None:
-        message.step_name = step_name if isinstance(step_name, str) else _text(step_name)
-    for name in (
-        "parent_stage_id",
-        "loop_event_id",
-        "opened_event_id",
-        "closed_event_id",
-        "last_event_id",
-    ):
-        _set(message, stage, name)
-    message.frame_count = numbers.fit(stage, "frame_count")
-    message.row_count = numbers.fit(stage, "row_count")
-    message.events_emitted = numbers.fit(stage, "events_emitted")
-    message.failed_count = numbers.fit(stage, "failed_count")
+# A message's constructor takes None for an optional field that stays unset.
 
 
-def _fill_frame(message: state_pb2.FrameState, frame: JsonObject, numbers: _Numbers) -> None:
-    message.frame_id = frame["frame_id"]
-    message.status = frame["status"]
-    for name in (
-        "stage_id",
-        "parent_frame_id",
-        "command_id",
-        "claimed_event_id",
-        "terminal_event_id",
-        "last_event_id",
-    ):
-        _set(message, frame, name)
-    message.row_count = numbers.fit(frame, "row_count")
-    message.attempts = numbers.fit(frame, "attempts")
-    message.events_emitted = numbers.fit(frame, "events_emitted")
-    if frame["output_ref"] is not None:
-        message.output_ref_json = _text(frame["output_ref"])
-    message.output_ref_summary_json = _text(frame["output_ref_summary"])
-    message.cursor_json = _text(frame["cursor"])
+def _stage_to_pb(stage: JsonObject, numbers: _Numbers) -> state_pb2.StageState:
+    fields = stage.copy()
+    kind, step_name = fields.pop("kind"), fields["step_name"]
+    if kind is not None:
+        fields["kind_json"] = _text(kind)
+    if step_name is not None and not isinstance(step_name, str):
+        fields["step_name"] = _text(step_name)
+    for name in ("frame_count", "row_count", "events_emitted", "failed_count"):
+        fields[name] = numbers.fit(stage, name)
+    return state_pb2.StageState(**fields)
 
 
-def _fill_command(message: state_pb2.CommandState, command: JsonObject, numbers: _Numbers) -> None:
-    message.command_id = command["command_id"]
-    message.status = command["status"]
-    for name in (
-        "stage_id",
-        "frame_id",
-        "parent_command_id",
-        "worker_id",
-        "worker_locator",
-        "issued_event_id",
-        "claimed_event_id",
-        "started_event_id",
-        "terminal_event_id",
-        "last_event_id",
-    ):
-        _set(message, command, name)
-    message.locality_json = _text(command["locality"])
-    message.source_locality_json = _text(command["source_locality"])
-    message.placement_json = _text(command["placement"])
-    message.fanout_reduce_json = _text(command["fanout_reduce"])
+def _frame_to_pb(frame: JsonObject, numbers: _Numbers) -> state_pb2.FrameState:
+    fields = frame.copy()
+    output_ref, cursor = fields.pop("output_ref"), fields.pop("cursor")
+    if output_ref is not None:
+        fields["output_ref_json"] = _text(output_ref)
+    fields["output_ref_summary_json"] = _text(fields.pop("output_ref_summary"))
+    fields["cursor_json"] = _text(cursor)
+    for name in ("row_count", "attempts", "events_emitted"):
+        fields[name] = numbers.fit(frame, name)
+    return state_pb2.FrameState(**fields)
 
 
-def _fill_business_object(
-    message: state_pb2.BusinessObjectState, entry: JsonObject, numbers: _Numbers
-) -> None:
-    message.object_key = entry["object_key"]
-    message.object_type = entry["object_type"]
-    message.object_id = entry["object_id"]
-    message.status = entry["status"]
-    message.version = numbers.fit(entry, "version")
-    message.event_count = entry["event_count"]
-    for name in ("first_event_id", "last_event_id", "deleted_event_id", "last_event_type"):
-        _set(message, entry, name)
-    if entry["last_payload_ref"] is not None:
-        message.last_payload_ref_json = _text(entry["last_payload_ref"])
-    for noted in entry["payload_refs"]:
-        message.payload_refs.add(
+def _command_to_pb(command: JsonObject, numbers: _Numbers) -> state_pb2.CommandState:
+    fields = command.copy()
+    fields["locality_json"] = _text(fields.pop("locality"))
+    fields["source_locality_json"] = _text(fields.pop("source_locality"))
+    fields["placement_json"] = _text(fields.pop("placement"))
+    fields["fanout_reduce_json"] = _text(fields.pop("fanout_reduce"))
+    return state_pb2.CommandState(**fields)
+
+
+def _business_object_to_pb(entry: JsonObject, numbers: _Numbers) -> state_pb2.BusinessObjectState:
+    fields = entry.copy()
+    last = fields.pop("last_payload_ref")
+    if last is not None:
+        fields["last_payload_ref_json"] = _text(last)
+    fields["attributes_json"] = _text(fields.pop("attributes"))
+    fields["version"] = numbers.fit(entry, "version")
+    fields["payload_refs"] = [
+        state_pb2.PayloadRef(
             event_id=noted["event_id"],
             reference_json=_text(noted["reference"]),
             summary_json=_text(noted["summary"]),
         )
-    message.attributes_json = _text(entry["attributes"])
+        for noted in entry["payload_refs"]
+    ]
+    return state_pb2.BusinessObjectState(**fields)
 
 
-def _fill_loop(message: state_pb2.LoopState, loop: JsonObject, numbers: _Numbers) -> None:
-    message.loop_id = loop["loop_id"]
-    _set(message, loop, "step_name")
-    if loop["total"] is not None:
-        message.total_json = _text(loop["total"])
-    message.done = loop["done"]
-    message.failed = loop["failed"]
-    message.completed = loop["completed"]
-    _set(message, loop, "last_event_id")
+def _loop_to_pb(loop: JsonObject, numbers: _Numbers) -> state_pb2.LoopState:
+    fields = loop.copy()
+    total = fields.pop("total")
+    if total is not None:
+        fields["total_json"] = _text(total)
+    return state_pb2.LoopState(**fields)
 
 
-_SURFACES: tuple[tuple[str, str, Callable[[Any, JsonObject, _Numbers], None]], ...] = (
-    ("stage", "stages", _fill_stage),
-    ("frame", "frames", _fill_frame),
-    ("command", "commands", _fill_command),
-    ("business_object", "business_objects", _fill_business_object),
-    ("loop", "loops", _fill_loop),
+_SURFACES: tuple[tuple[str, str, Callable[[JsonObject, _Numbers], Any]], ...] = (
+    ("stage", "stages", _stage_to_pb),
+    ("frame", "frames", _frame_to_pb),
+    ("command", "commands", _command_to_pb),
+    ("business_object", "business_objects", _business_object_to_pb),
+    ("loop", "loops", _loop_to_pb),
 )
 
 
-def _set(message: Any, entry: JsonObject, name: str) -> None:
-    value = entry[name]
-    if value is not None:
-        setattr(message, name, value)
-
-
 def _text(value: Json) -> str:
-    # Most objects of most entries are empty.
-    return "{}" if value == {} else canonical_json(value).decode()
+    # Most objects of most entries are empty, most summaries say nothing.
+    if value == {}:
+        return "{}"
+    return _NO_SUMMARY_TEXT if value == _NO_SUMMARY else canonical_json(value).decode()

@@ -86,8 +86,11 @@ def _surface_holds_float(surface: str, entries: Mapping[str, JsonObject]) -> Ste
     """Whether there is a float among the fields that hold what an event brought along; others can't."""
     fields = _RAW_FIELDS[surface]
     for piece in _pieces(entries.values()):
-        if any(entry[field] and contains_float(entry[field]) for entry in piece for field in fields):
-            return True
+        for entry in piece:
+            for field in fields:
+                value = entry[field]
+                if value and value.__class__ is not str and contains_float(value):
+                    return True
         yield
     return False
 

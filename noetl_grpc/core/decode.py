@@ -28,16 +28,36 @@ def decode_column(texts: Sequence[str | None], on_malformed: OnMalformed) -> lis
     A text that can't be decoded is reported with its row's index and what is wrong, and gives None.
     """
     longest = max(map(len, filter(None, texts)), default=0)
-    too_deep = longest > 2 * DEPTH_MAX and any(is_too_deep(text) for text in texts if text)
-    joined = ",".join([text or "null" for text in texts]).encode()
-    if not too_deep and _LONG_NUMBER not in joined.translate(_DIGITS_TO_ZERO):
+    if longest <= 2 * DEPTH_MAX or not any(is_too_deep(text) for text in texts if text):
+        # PostgreSQL writes a jsonb value without line breaks, so they tell the rows apart.
+        lines = ",\n".join([text or "null" for text in texts]).encode()
         try:
-            values: list[Json] = orjson.loads(b"[" + joined + b"]")
+            values: list[Json] = orjson.loads(b"[" + lines + b"]")
         except orjson.JSONDecodeError:
             pass
         else:
-            return values
+            long = _lines_with_long_numbers(lines)
+            if not long:
+                return values
+            if lines.count(b"\n") == len(texts) - 1:
+                for index in long:
+                    values[index] = _decode_one(index, texts[index], on_malformed)
+                return values
     return [_decode_one(index, text, on_malformed) for index, text in enumerate(texts)]
+
+
+def _lines_with_long_numbers(lines: bytes) -> list[int]:
+    """Lines with so many digits in a row that they may be a number orjson can't read exactly; mostly a hash."""
+    zeros = lines.translate(_DIGITS_TO_ZERO)
+    found: list[int] = []
+    line = start = 0
+    while (place := zeros.find(_LONG_NUMBER, start)) >= 0:
+        line += zeros.count(b"\n", start, place)
+        found.append(line)
+        start = zeros.find(b"\n", place)
+        if start < 0:
+            break
+    return found
 
 
 def is_too_deep(text: str) -> bool:

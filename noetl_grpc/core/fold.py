@@ -30,7 +30,6 @@ from noetl_grpc.core.surfaces import (
 FOLD_VERSION = "1"
 
 SURFACES = ("stages", "frames", "commands", "business_objects", "loops")
-LOOP_KEYS = ("loop_id", "loop_event_id", "__loop_epoch_id")
 #: Keys that a finished state carries beside what is hashed.
 CHECKSUM_KEYS = ("checksum_algorithm", "checksum", "projection_checksums")
 
@@ -48,9 +47,10 @@ class FoldEvent(NamedTuple):
     meta: Json
     #: the payload reference: the event's own, else its result's
     reference: Json
-    stage_id: Json = None
-    frame_id: Json = None
-    command_id: Json = None
+    #: ids of columns are text
+    stage_id: str | None = None
+    frame_id: str | None = None
+    command_id: str | None = None
     worker_id: Json = None
     aggregate_type: Json = None
     aggregate_id: Json = None
@@ -66,9 +66,9 @@ class FoldEvent(NamedTuple):
             get("node_name"),
             get("meta"),
             reference_of(get("payload_ref"), get("result")),
-            get("stage_id"),
-            get("frame_id"),
-            get("command_id"),
+            _text(get("stage_id")),
+            _text(get("frame_id")),
+            _text(get("command_id")),
             get("worker_id"),
             get("aggregate_type"),
             get("aggregate_id"),
@@ -217,26 +217,18 @@ class Fold:
                 if aggregate_type == "stage" and aggregate_id:
                     stage_id = str(aggregate_id).removeprefix("stage/")
                 elif "stage_id" in meta:
-                    stage_id = meta["stage_id"]
+                    stage_id = _text(meta["stage_id"])
             if frame_id is None:
                 if aggregate_type == "frame" and aggregate_id:
                     frame_id = str(aggregate_id).removeprefix("frame/")
                 elif "frame_id" in meta:
-                    frame_id = meta["frame_id"]
+                    frame_id = _text(meta["frame_id"])
             if command_id is None and "command_id" in meta:
-                command_id = meta["command_id"]
-            loop_id = None
-            for key in LOOP_KEYS:
-                if key in meta and meta[key] is not None:
-                    loop_id = str(meta[key])
-                    break
-            if stage_id is not None and stage_id.__class__ is not str:
-                stage_id = str(stage_id)
-            if frame_id is not None and frame_id.__class__ is not str:
-                frame_id = str(frame_id)
-            if command_id is not None and command_id.__class__ is not str:
-                command_id = str(command_id)
-
+                command_id = _text(meta["command_id"])
+            if "loop_id" in meta or "loop_event_id" in meta or "__loop_epoch_id" in meta:
+                loop_id = _loop_id(meta)
+            else:
+                loop_id = None
             if stage_id:
                 touch_stage(stages, stage_id, event_id, event_type, status, node_name, meta, loop_id, numbers)
             if frame_id:
@@ -303,6 +295,17 @@ def fold(
     folded = Fold(identity, rules, base)
     folded.apply(in_order(FoldEvent.of(event) for event in events))
     return folded
+
+
+def _text(value: Json) -> str | None:
+    return None if value is None else str(value)
+
+
+def _loop_id(meta: JsonObject) -> str | None:
+    for key in ("loop_id", "loop_event_id", "__loop_epoch_id"):
+        if (value := meta.get(key)) is not None:
+            return str(value)
+    return None
 
 
 def _event_id(value: Json) -> int | None:

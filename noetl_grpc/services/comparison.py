@@ -13,9 +13,7 @@ from noetl_grpc.core.difference import Blame, Cause, Change, Path, difference_st
 from noetl_grpc.core.fold import Fold
 from noetl_grpc.core.upcast import Registry
 from noetl_grpc.storage.pool import Connection
-from noetl_grpc.storage.replay import START, event_pages, fold_log, in_steps
-
-TURN_SECONDS = 0.005
+from noetl_grpc.storage.replay import START, TURN_SECONDS, event_pages, fold_log, in_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +67,7 @@ class Comparison:
         pages = event_pages(self.conn, fold, self.scope, cutoff, self.registry, after_event_id=after_event_id)
         async with aclosing(pages):
             async for page in pages:
-                for cause in blame.apply(page.events):
+                for cause in blame.apply(page.events()):
                     yield cause
                     if loop.time() > due:
                         await asyncio.sleep(0)

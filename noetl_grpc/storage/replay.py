@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from noetl_grpc.core.checksums import Steps
@@ -24,6 +25,8 @@ START = -(2**63)
 #: Rows folded before others get a turn: about ten milliseconds.
 PAGE_ROWS_MAX = 2000
 PAGE_ROWS_FIRST = 100
+#: How long other work goes on before others get a turn.
+TURN_SECONDS = 0.005
 #: What a page should hold at most, judged by the page before it.
 PAGE_BYTES = 4 * 1024 * 1024
 _EVENT_COLUMNS = len(FoldEvent._fields)
@@ -56,7 +59,7 @@ async def fold_log(
     async with aclosing(pages):
         async for page in pages:
             with collector_held():
-                fold.apply(page.events)
+                fold.apply(page.events())
             last_event_id, folded = page.last_event_id, folded + page.size
             await asyncio.sleep(0)
     if limit and folded >= limit:
@@ -67,7 +70,8 @@ async def fold_log(
 
 @dataclass(frozen=True, slots=True)
 class EventPage:
-    events: Iterator[tuple[Any, ...]]
+    #: Decodes them; once.
+    events: Callable[[], Iterable[tuple[Any, ...]]]
     size: int
     last_event_id: int
 
@@ -103,9 +107,7 @@ async def event_pages(
             await asyncio.sleep(0)
         try:
             _check_versions(rows, registry)
-            with collector_held():
-                events = iter(fold.decode(rows))
-            yield EventPage(events, len(rows), last_event_id)
+            yield EventPage(partial(fold.decode, rows), len(rows), last_event_id)
         except BaseException:
             if coming is not None:
                 coming.cancel()
@@ -117,16 +119,16 @@ async def event_pages(
 async def in_steps(steps: Steps[T]) -> T:
     """Drive long work to its end without keeping others waiting."""
     loop = asyncio.get_running_loop()
-    due = loop.time() + 0.005
     while True:
-        try:
-            next(steps)
-        except StopIteration as stop:
-            result: T = stop.value
-            return result
-        if loop.time() > due:
-            await asyncio.sleep(0)
-            due = loop.time() + 0.005
+        due = loop.time() + TURN_SECONDS
+        with collector_held():
+            try:
+                while loop.time() < due:
+                    next(steps)
+            except StopIteration as stop:
+                result: T = stop.value
+                return result
+        await asyncio.sleep(0)
 
 
 @contextmanager
@@ -166,12 +168,13 @@ async def _upcast_pages(
         documents = fold.decode_documents(rows, [column.name for column in JSON_COLUMNS])
         events = [FoldEvent.of(upcast_event(registry, event)) for event in documents]
         left, after_event_id = left - len(ids), ids[-1]
-        yield EventPage(iter(events), len(ids), after_event_id)
+        yield EventPage(partial(iter, events), len(ids), after_event_id)
 
 
 def _rows_for_next(rows: list[Any]) -> int:
-    weight = sum(len(row[4] or "") + len(row[5] or "") for row in rows)
-    by_weight = PAGE_BYTES * len(rows) // max(weight, 1)
+    sample = rows[:: max(1, len(rows) // 64)]
+    weight = sum(len(row[4] or "") + len(row[5] or "") for row in sample)
+    by_weight = PAGE_BYTES * len(sample) // max(weight, 1)
     return max(1, min(by_weight, PAGE_ROWS_MAX))
 
 

@@ -32,6 +32,25 @@ def test_values_are_those_of_the_standard_decoder(text: str) -> None:
     assert repr(decoded) == repr([json.loads(text), None, {"plain": 1}])
 
 
+def test_only_rows_with_a_long_number_are_decoded_slowly() -> None:
+    texts = [
+        '{"sha": "%s"}' % ("1" * 64),
+        None,
+        "5",
+        "[100000000000000000000]",
+        '"é"',
+        "99999999999999999999",
+    ]
+
+    assert decode_column(texts, no_problem) == [{"sha": "1" * 64}, None, 5, [10**20], "é", 10**20 - 1]
+
+
+def test_line_breaks_inside_a_text_do_not_confuse_rows() -> None:
+    texts = ['{\n "a": 1\n}', "100000000000000000000"]
+
+    assert decode_column(texts, no_problem) == [{"a": 1}, 10**20]
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [

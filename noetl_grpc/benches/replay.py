@@ -1,0 +1,82 @@
+"""How much of the rate of merely fetching the rows is left when they are decoded, folded, hashed and sent."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import asyncpg
+import grpc
+from noetlpb.v1 import replay_pb2 as pb
+from noetlpb.v1 import replay_pb2_grpc as rpc
+
+from noetl_grpc.benches.frame import Case, Options, faster
+from noetl_grpc.dev.child import server_process
+from noetl_grpc.dev.databases import create_database
+from noetl_grpc.dev.postgres import Postgres
+from noetl_grpc.dev.sample_log import write_sample_log
+
+SUMMARY = "Replaying a long execution with all surfaces, against fetching the same rows."
+
+TOKEN = "bench"
+EXECUTION_ID = 382_000_000_000_000_000
+#: The columns that a fold reads, as they are stored.
+FETCH = """
+SELECT event_id, event_type, status, node_name, meta, payload_ref, result, stage_id, frame_id, command_id,
+    worker_id, aggregate_type, aggregate_id, schema_version
+FROM noetl.event
+WHERE execution_id = $1 AND tenant_id = 'default' AND organization_id = 'default'
+ORDER BY event_id
+"""
+
+
+async def run(options: Options) -> list[Case]:
+    """Interleaved rounds through the whole server; the control is one fetch on a connection of its own."""
+    events, rounds = (5_000, 3) if options.quick else (100_000, 7)
+    async with AsyncExitStack() as stack:
+        url = options.database_url
+        if not url:
+            postgres = await stack.enter_async_context(
+                Postgres(durable=False, settings={"shared_buffers": "512MB"})
+            )
+            url = await create_database(postgres, "bench")
+        server = await stack.enter_async_context(server_process(url, token=TOKEN))
+        channel = await stack.enter_async_context(
+            grpc.aio.insecure_channel(
+                server.line, options=[("grpc.max_receive_message_length", 64 * 1024 * 1024)]
+            )
+        )
+        conn = await asyncpg.connect(url)
+        stack.push_async_callback(conn.close)
+        options.progress("writing the log")
+        await write_sample_log(conn, EXECUTION_ID, last=events)
+        await conn.execute("VACUUM ANALYZE noetl.event", timeout=120)
+        stub = rpc.ReplayServiceStub(channel)
+
+        async def replay() -> None:
+            answer = await stub.ReplayState(
+                pb.ReplayStateRequest(execution_id=EXECUTION_ID, use_snapshot=False),
+                metadata=(("authorization", f"Bearer {TOKEN}"),),
+                timeout=300,
+            )
+            if answer.state.event_count != events:
+                raise RuntimeError(f"{answer.state.event_count} of {events} events were folded")
+
+        async def fetch() -> None:
+            await conn.fetch(FETCH, EXECUTION_ID)
+
+        cold: list[tuple[float, float]] = []
+        for number in range(-1, rounds):
+            options.progress("rounds", max(number, 0), rounds)
+            pair = events / await _seconds(replay), events / await _seconds(fetch)
+            if number >= 0:  # the first round warms everything up
+                cold.append(pair)
+    return [faster("cold", "events/s", cold, goal=0.22)]
+
+
+async def _seconds(work: Callable[[], Awaitable[Any]]) -> float:
+    began = time.perf_counter()
+    await work()
+    return time.perf_counter() - began
