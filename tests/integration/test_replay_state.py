@@ -14,6 +14,8 @@ import pytest
 from noetlpb.v1 import event_pb2, projection_pb2, projection_pb2_grpc, state_pb2
 from noetlpb.v1 import replay_pb2 as pb
 
+from noetl_grpc.checks import replay as check_replay
+from noetl_grpc.checks.frame import silent
 from noetl_grpc.core.fold import Fold, FoldEvent
 from noetl_grpc.core.rules import FoldRules
 from noetl_grpc.errors import EventMalformed, InvalidRequest, NotFound, StateTooLarge
@@ -402,3 +404,9 @@ async def test_many_replays_at_once_agree(api: ReplayApi, conn: asyncpg.Connecti
 
     assert len({state.checksum.value for state in states}) == 1
     assert {state.event_count for state in states} == {300}
+
+
+async def test_long_logs_cost_little_memory_and_many_replays_starve_nobody() -> None:
+    verdict = await check_replay.run(size="small", seed=1, progress=silent)
+
+    assert verdict.violations == []
