@@ -27,6 +27,8 @@ def decode_column(texts: Sequence[str | None], on_malformed: OnMalformed) -> lis
 
     A text that can't be decoded is reported with its row's index and what is wrong, and gives None.
     """
+    if not any(texts):
+        return [None] * len(texts)
     longest = max(map(len, filter(None, texts)), default=0)
     if longest <= 2 * DEPTH_MAX or not any(is_too_deep(text) for text in texts if text):
         # PostgreSQL writes a jsonb value without line breaks, so they tell the rows apart.

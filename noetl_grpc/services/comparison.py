@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import islice
 
 from noetl_grpc.core.checksums import checksums_of
 from noetl_grpc.core.cutoff import Cutoff, Scope
@@ -13,7 +13,10 @@ from noetl_grpc.core.difference import Blame, Cause, Change, Path, difference_st
 from noetl_grpc.core.fold import Fold
 from noetl_grpc.core.upcast import Registry
 from noetl_grpc.storage.pool import Connection
-from noetl_grpc.storage.replay import START, TURN_SECONDS, event_pages, fold_log, in_steps
+from noetl_grpc.storage.replay import START, EventPage, event_pages, fold_log, in_steps, turn
+
+#: Each may look at many paths.
+EVENTS_PER_TURN = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +64,12 @@ class Comparison:
         self, fold: Fold, cutoff: Cutoff, paths: Iterable[Path], *, after_event_id: int = START
     ) -> AsyncGenerator[Cause, None]:
         """Every event that changed the value at one of the paths, oldest first."""
-        loop = asyncio.get_running_loop()
-        due = loop.time() + TURN_SECONDS
         blame = Blame(fold, paths)
         pages = event_pages(self.conn, fold, self.scope, cutoff, self.registry, after_event_id=after_event_id)
         async with aclosing(pages):
             async for page in pages:
-                for cause in blame.apply(page.events()):
+                async for cause in _in_turns(blame, page):
                     yield cause
-                    if loop.time() > due:
-                        await asyncio.sleep(0)
-                        due = loop.time() + TURN_SECONDS
 
     async def _last_causes(
         self, fold: Fold, cutoff: Cutoff, paths: list[Path], *, after_event_id: int = START
@@ -80,6 +78,19 @@ class Comparison:
             return {}
         async with aclosing(self.causes(fold, cutoff, paths, after_event_id=after_event_id)) as causes:
             return {cause.path: cause.event_id async for cause in causes}
+
+
+async def _in_turns(blame: Blame, page: EventPage) -> AsyncGenerator[Cause, None]:
+    for part in page.parts:
+        events = iter(part())
+        while True:
+            async with turn():
+                some = list(islice(events, EVENTS_PER_TURN))
+                causes = list(blame.apply(some))
+            for cause in causes:
+                yield cause
+            if len(some) < EVENTS_PER_TURN:
+                break
 
 
 def _without(changes: Iterable[Change], event_ids: dict[Path, int]) -> list[Path]:

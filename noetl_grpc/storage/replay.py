@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from noetl_grpc.core.checksums import Steps
 from noetl_grpc.core.cutoff import Cutoff, Scope
@@ -22,14 +24,16 @@ T = TypeVar("T")
 
 #: Before the first event, whatever its id.
 START = -(2**63)
-#: Rows folded before others get a turn: about ten milliseconds.
 PAGE_ROWS_MAX = 2000
+#: Rows folded at a stretch: a few milliseconds.
+PART_ROWS = 500
 PAGE_ROWS_FIRST = 100
-#: How long other work goes on before others get a turn.
+#: How long computing goes on before others get a turn, and how long they get.
 TURN_SECONDS = 0.005
+PAUSE_SECONDS = 0.001
 #: What a page should hold at most, judged by the page before it.
 PAGE_BYTES = 4 * 1024 * 1024
-_EVENT_COLUMNS = len(FoldEvent._fields)
+_schema_version = itemgetter(len(FoldEvent._fields))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +62,10 @@ async def fold_log(
     pages = event_pages(conn, fold, scope, cutoff, registry, after_event_id=after_event_id, limit=limit)
     async with aclosing(pages):
         async for page in pages:
-            with collector_held():
-                fold.apply(page.events())
+            for events in page.parts:
+                async with turn():
+                    fold.apply(events())
             last_event_id, folded = page.last_event_id, folded + page.size
-            await asyncio.sleep(0)
     if limit and folded >= limit:
         more = await log.fold_page(conn, scope, cutoff, after_event_id=last_event_id, limit=1)
         return Reached(not more, last_event_id)
@@ -70,8 +74,9 @@ async def fold_log(
 
 @dataclass(frozen=True, slots=True)
 class EventPage:
-    #: Decodes them; once.
-    events: Callable[[], Iterable[tuple[Any, ...]]]
+    """Events as they were read. Each part decodes its own when it is called, and is what one turn can do."""
+
+    parts: Sequence[Callable[[], Iterable[tuple[Any, ...]]]]
     size: int
     last_event_id: int
 
@@ -107,7 +112,9 @@ async def event_pages(
             await asyncio.sleep(0)
         try:
             _check_versions(rows, registry)
-            yield EventPage(partial(fold.decode, rows), len(rows), last_event_id)
+            starts = range(0, len(rows), PART_ROWS)
+            parts = [partial(fold.decode, rows[start : start + PART_ROWS]) for start in starts]
+            yield EventPage(parts, len(rows), last_event_id)
         except BaseException:
             if coming is not None:
                 coming.cancel()
@@ -120,15 +127,52 @@ async def in_steps(steps: Steps[T]) -> T:
     """Drive long work to its end without keeping others waiting."""
     loop = asyncio.get_running_loop()
     while True:
-        due = loop.time() + TURN_SECONDS
-        with collector_held():
+        async with turn():
+            due = loop.time() + TURN_SECONDS
             try:
                 while loop.time() < due:
                     next(steps)
             except StopIteration as stop:
                 result: T = stop.value
                 return result
-        await asyncio.sleep(0)
+
+
+class _Turns:
+    """How much this loop has computed since it was last free."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.waiting = 0
+        self.computed_seconds = 0.0
+
+
+@asynccontextmanager
+async def turn() -> AsyncGenerator[None, None]:
+    """A block of computing, without await inside. One runs at a time, and now and then the loop is free.
+
+    Taking a new call in costs the loop a round; with several folds computing in every round, calls would wait
+    for seconds.
+    """
+    loop = asyncio.get_running_loop()
+    turns = _turns.setdefault(loop, _Turns())
+    turns.waiting += 1
+    try:
+        await turns.lock.acquire()
+    finally:
+        turns.waiting -= 1
+    try:
+        began = loop.time()
+        with collector_held():
+            yield
+        turns.computed_seconds += loop.time() - began
+        if turns.computed_seconds >= TURN_SECONDS:
+            turns.computed_seconds = 0.0
+            await asyncio.sleep(PAUSE_SECONDS if turns.waiting else 0)
+    finally:
+        turns.lock.release()
+
+
+_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, _Turns] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -168,7 +212,7 @@ async def _upcast_pages(
         documents = fold.decode_documents(rows, [column.name for column in JSON_COLUMNS])
         events = [FoldEvent.of(upcast_event(registry, event)) for event in documents]
         left, after_event_id = left - len(ids), ids[-1]
-        yield EventPage(partial(iter, events), len(ids), after_event_id)
+        yield EventPage([partial(iter, events)], len(ids), after_event_id)
 
 
 def _rows_for_next(rows: list[Any]) -> int:
@@ -179,6 +223,8 @@ def _rows_for_next(rows: list[Any]) -> int:
 
 
 def _check_versions(rows: list[Any], registry: Registry) -> None:
+    if min(map(_schema_version, rows)) >= 1:
+        return
     for row in rows:
-        if row[_EVENT_COLUMNS] < 1:
-            upcast_event(registry, {"event_id": row[0], "schema_version": row[_EVENT_COLUMNS]})
+        if _schema_version(row) < 1:
+            upcast_event(registry, {"event_id": row[0], "schema_version": _schema_version(row)})
