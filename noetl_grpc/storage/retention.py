@@ -14,7 +14,7 @@ from noetl_grpc.storage.partitions import Partition, ensure_partitions, read_par
 from noetl_grpc.storage.pool import Connection, Pool, Shards
 from noetl_grpc.storage.queries import queries
 
-PAGE_ROWS = 2000
+PAGE_ROWS = 1000
 #: While we wait for the log every writer waits behind us, and while we wait for the partition too: the log, which
 #: must be locked first because writers come that way, is ours already.
 LOG_LOCK_WAIT = "200ms"
