@@ -13,7 +13,7 @@ import asyncpg
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from noetlpb.v1 import operations_pb2, operations_pb2_grpc
+from noetlpb.v1 import operations_pb2, operations_pb2_grpc, outbox_pb2, outbox_pb2_grpc
 
 from noetl_grpc.dev.postgres import Postgres
 from tests.conftest import AUTHORIZATION, TOKEN
@@ -171,3 +171,35 @@ async def test_migrate_of_a_database_that_is_away_says_so() -> None:
 
     assert code == 3
     assert complained.count("\n") == 1
+
+
+async def test_sigterm_lets_a_running_call_finish_and_refuses_new_ones(
+    serve: Serve, database_url: str
+) -> None:
+    process, address = await serve(NOETL_GRACE_SECS="60")
+    conn = await asyncpg.connect(database_url)
+    async with grpc.aio.insecure_channel(address) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        await watch.read()
+        lock = conn.transaction()
+        await lock.start()
+        await conn.execute("LOCK TABLE noetl.outbox IN ACCESS EXCLUSIVE MODE")
+        running = asyncio.ensure_future(
+            outbox_pb2_grpc.OutboxServiceStub(channel).CountOutboxPending(
+                outbox_pb2.CountOutboxPendingRequest(), metadata=AUTHORIZATION, timeout=30
+            )
+        )
+        async with asyncio.timeout(15):
+            while not await conn.fetchval("SELECT count(*) FROM pg_locks WHERE NOT granted"):
+                pass
+
+            process.send_signal(signal.SIGTERM)
+
+            assert await watch.code() == grpc.StatusCode.UNAVAILABLE
+            with pytest.raises(grpc.aio.AioRpcError):
+                await _info(channel)
+            assert not running.done()
+            await lock.commit()
+            assert (await running).pending == 0
+            assert await process.wait() == 0
+    await conn.close()
