@@ -29,6 +29,9 @@ from noetl_grpc.errors import BrokerUnavailable
 
 logger = logging.getLogger("noetl_grpc.broker")
 
+#: Why a message was refused whose subject belongs to nobody.
+NO_STREAM: Final = "no stream takes the subject"
+
 CONNECT_SECONDS: Final = 5.0
 API_SECONDS: Final = 5.0
 #: Without a single acknowledgement for so long the broker counts as gone.
@@ -270,15 +273,18 @@ class Broker:
                 await self._client.close()
         self._on_lost()
 
-    async def ensure_stream(self, spec: StreamSpec) -> list[str]:
+    async def ensure_stream(self, spec: StreamSpec, *, exclusive: bool = True) -> list[str]:
         """Make the stream, or bring it in line; what was changed.
 
-        Raises BrokerUnavailable naming what differs and can't be changed safely, or who has the subjects.
+        `exclusive` is for a connection whose messages must all go to this stream; without it other streams'
+        acknowledgements count too. Raises BrokerUnavailable naming what differs and can't be changed safely, or who
+        has the subjects.
         """
         info = await self._api(f"STREAM.INFO.{spec.name}", expected_error=_STREAM_NOT_FOUND)
         if info is None:
             await self._create(spec)
-            self._use(spec, allows_fast=self.version >= _FAST_VERSION)
+            if exclusive:
+                self._use(spec, allows_fast=self.version >= _FAST_VERSION)
             return [f"stream {spec.name} was made"]
         config: dict[str, Any] = info["config"]
         problems = _unsafe_differences(config, spec)
@@ -290,7 +296,8 @@ class Broker:
             # Everything else stays as it is, also what this client has never heard of.
             updated = await self._ask(f"STREAM.UPDATE.{spec.name}", {**config, **changes})
             config = updated["config"]
-        self._use(spec, allows_fast=bool(config.get("allow_batched")) and self.version >= _FAST_VERSION)
+        if exclusive:
+            self._use(spec, allows_fast=bool(config.get("allow_batched")) and self.version >= _FAST_VERSION)
         return [f"{key} of stream {spec.name} was set to {value}" for key, value in changes.items()]
 
     async def _create(self, spec: StreamSpec) -> None:
@@ -474,7 +481,7 @@ class Broker:
         if b'"error"' not in data and self._is_ours(data):
             flight.acknowledge(index)
         elif not data:
-            flight.refuse(index, Refusal(Refused.STREAM, "no stream takes the subject"))
+            flight.refuse(index, Refusal(Refused.STREAM, NO_STREAM))
         else:
             error = orjson.loads(data).get("error") or {"description": "another stream took the message"}
             why = refusal(

@@ -140,6 +140,10 @@ class Metrics:
         self.projection_rebuilt = self._counter(
             "noetl_projection_rebuilt", "Snapshots folded anew because of a straggler."
         )
+        self.projection_behind = self._gauge(
+            "noetl_projection_behind",
+            "Executions among the latest events whose snapshot is missing or older than they are.",
+        )
         self.replay_seed = self._counter(
             "noetl_replay_seed", "Replays by what became of the stored snapshot.", ("outcome",), SEED_OUTCOMES
         )

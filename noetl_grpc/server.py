@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
 from typing import Any
@@ -51,6 +51,7 @@ from noetl_grpc.services.outbox import Outbox, OutboxServicer
 from noetl_grpc.services.outbox_gauges import OutboxGauges
 from noetl_grpc.services.payloads import FileResolver, PayloadResolver
 from noetl_grpc.services.projection import ProjectionServicer
+from noetl_grpc.services.projection_gauge import ProjectionGauge
 from noetl_grpc.services.readmodel import ReadModel
 from noetl_grpc.services.replay import ReplayServicer
 from noetl_grpc.services.scaler import ExternalScalerServicer
@@ -187,6 +188,8 @@ async def serving(settings: Settings, *, clock: Callable[[], float] = time.time)
         if settings.metrics_address is not None:
             gauges = SubscriptionGauges(shards, metrics)
             await stack.enter_async_context(background(gauges.run, name="subscription gauges"))
+            behind = ProjectionGauge(shards, metrics)
+            await stack.enter_async_context(background(behind.run, name="gauge of the read model"))
 
         streams = OpenStreams()
         rim = Rim(
@@ -505,9 +508,13 @@ async def run(
     settings: Settings,
     *,
     ready: Callable[[Server], None] = lambda server: None,
+    beside: Callable[[Server], AbstractAsyncContextManager[None]] = lambda server: nullcontext(),
     clock: Callable[[], float] = time.time,
 ) -> None:
-    """Serve until SIGTERM or SIGINT. A second signal ends the process at once."""
+    """Serve until SIGTERM or SIGINT. A second signal ends the process at once.
+
+    What runs `beside` the server is up before `ready` is told, and down before the server drains.
+    """
     stopping = asyncio.Event()
 
     def on_signal() -> None:
@@ -524,9 +531,10 @@ async def run(
         async with serving(settings, clock=clock) as server:
             up.set()
             logger.info("serving on %s", server.address)
-            ready(server)
-            await stopping.wait()
-            logger.info("stopping")
+            async with beside(server):
+                ready(server)
+                await stopping.wait()
+                logger.info("stopping")
 
     served = asyncio.create_task(serve())
     stopped = asyncio.create_task(stopping.wait())

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import sysconfig
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,13 @@ async def until(is_so: Callable[[], bool], seconds: float = 10.0) -> None:
     async with asyncio.timeout(seconds):
         while not is_so():  # noqa: ASYNC110 (nobody sets an event for it)
             await asyncio.sleep(0.005)
+
+
+async def until_answered(is_so: Callable[[], Awaitable[bool]], seconds: float = 10.0) -> None:
+    """Wait until somebody who must be asked says yes."""
+    async with asyncio.timeout(seconds):
+        while not await is_so():  # noqa: ASYNC110 (nobody sets an event for it)
+            await asyncio.sleep(0.02)
 
 
 @asynccontextmanager

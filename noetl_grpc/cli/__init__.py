@@ -19,6 +19,7 @@ from noetl_grpc.cli import (
     tailer,
     token,
     top,
+    workers,
 )
 from noetl_grpc.errors import SchemaError, SettingsError
 
@@ -33,7 +34,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-for part in (run.app, demo.app, top.app, replay.app, schema.app, measure.app):
+for part in (run.app, demo.app, top.app, workers.app, replay.app, schema.app, measure.app):
     app.registered_commands += part.registered_commands
 for name, group in (
     ("outbox", outbox.app),

@@ -19,6 +19,7 @@ from noetl_grpc import logs
 from noetl_grpc.cli.files import write_atomically
 from noetl_grpc.cli.loop import run as run_loop
 from noetl_grpc.cli.shell import program
+from noetl_grpc.client import NoetlClient
 from noetl_grpc.settings import DEV_READY_FILE, Settings
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def dev(
     logs.configure(level="info", form="auto")
     data_dir.mkdir(parents=True, exist_ok=True)
     try:
-        run_loop(_dev(console, port, data_dir, ready_file, catalog))
+        run_loop(_dev(console, port, data_dir, ready_file, catalog, with_workers=not no_workers))
     except LaunchError as error:
         typer.echo(f"noetl-grpc: {error}", err=True)
         raise typer.Exit(1) from None
@@ -90,6 +91,8 @@ async def _dev(
     data_dir: Path,
     ready_file: Path | None,
     catalog: Path | None,
+    *,
+    with_workers: bool,
 ) -> None:
     from noetl_grpc import server
 
@@ -108,7 +111,8 @@ async def _dev(
             nats_url=local.nats_url,
             api_token=token,
             drain_seconds=0.0,
-            event_stream=replace(given.event_stream, enabled=True),
+            # Nothing written before the tailer is up may be missing from a newcomer's stream.
+            event_stream=replace(given.event_stream, enabled=True, backfill=True),
         )
         ready_files = (data_dir / DEV_READY_FILE.name, *([ready_file] if ready_file else []))
 
@@ -117,12 +121,35 @@ async def _dev(
                 _write_ready_file(path, running, token, local)
             _greet(console, running, token, data_dir)
 
+        @asynccontextmanager
+        async def beside(running: Server) -> AsyncIterator[None]:
+            if not with_workers:
+                yield
+                return
+            async with NoetlClient(running.address, token=token) as client, _workers(client, local.nats_url):
+                yield
+
         try:
-            await server.run(settings, ready=ready)
+            await server.run(settings, ready=ready, beside=beside)
         finally:
             # The folder's own one says that a server runs; it must not outlive it.
             ready_files[0].unlink(missing_ok=True)
         console.print("stopping PostgreSQL and NATS")
+
+
+@asynccontextmanager
+async def _workers(client: NoetlClient, nats_url: str) -> AsyncIterator[None]:
+    """Both workers in this process; started again should one fail."""
+    from noetl_grpc.server import background
+    from noetl_grpc.workers.projector import run_projector
+    from noetl_grpc.workers.publisher import publish_outbox, stream_spec
+
+    spec = stream_spec(retention_seconds=86_400, dedup_seconds=600)
+    async with (
+        background(lambda: publish_outbox(client, nats_url=nats_url, spec=spec), name="publish-outbox"),
+        background(lambda: run_projector(client, nats_url=nats_url), name="run-projector"),
+    ):
+        yield
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from noetl_grpc.errors import NoetlError, Overloaded, Unavailable
+from noetl_grpc.errors import Internal, NoetlError, Overloaded, Unavailable
 from noetl_grpc.status import from_rpc_error
 
 Request = TypeVar("Request")
@@ -242,7 +242,7 @@ class Line:
                     pause.reset()
                 if until_end:
                     return
-            except (Unavailable, Overloaded) as error:
+            except NoetlError as error:
                 if not can_come_back(error):
                     raise
                 request.resume_token = error.metadata.get("resume_token", request.resume_token)
@@ -270,4 +270,8 @@ def can_come_back(error: NoetlError) -> bool:
     """Whether trying again later may help: the server is away, going away or overloaded."""
     if isinstance(error, Unavailable):
         return error.reason != "AUTH_NOT_CONFIGURED"
+    if isinstance(error, Internal):
+        # Ours names an entry of the server's log. Without that gRPC itself says that a connection broke oddly, as when
+        # a message is written just while the other side ends the stream.
+        return not error.metadata
     return isinstance(error, Overloaded)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -110,14 +111,19 @@ class OperationsServicer(rpc.OperationsServiceServicer):
         if len(request.name_prefixes) > PREFIXES_MAX:
             raise InvalidRequest("name_prefixes", f"must be at most {PREFIXES_MAX}")
         prefixes = tuple(request.name_prefixes) or ("",)
-        return pb.GetServerMetricsResponse(
-            instance=self._instance,
-            samples=[
-                pb.MetricSample(name=name, labels=labels, value=value)
-                for name, labels, value in self._metrics.samples()
-                if name.startswith(prefixes) and not name.endswith(("_bucket", "_created"))
-            ],
-        )
+
+        def read() -> pb.GetServerMetricsResponse:
+            return pb.GetServerMetricsResponse(
+                instance=self._instance,
+                samples=[
+                    pb.MetricSample(name=name, labels=labels, value=value)
+                    for name, labels, value in self._metrics.samples()
+                    if name.startswith(prefixes) and not name.endswith(("_bucket", "_created"))
+                ],
+            )
+
+        # Thousands of series take a while, and other calls must not wait for them.
+        return await asyncio.to_thread(read)
 
     async def GetTailerStatus(
         self, request: pb.GetTailerStatusRequest, context: Context

@@ -116,6 +116,12 @@ async def covered_versions(
     }
 
 
+async def count_behind(conn: Connection, *, events: int) -> int:
+    """How many executions of the last so many events wait for their snapshot; needs a log with xact_id."""
+    number: int = await conn.fetchval(queries["count_behind"], events)
+    return number
+
+
 async def executions_with_stragglers(
     conn: Connection, tenant: Tenant, snapshots: Sequence[Snapshot], *, has_xact_id: bool
 ) -> set[int]:

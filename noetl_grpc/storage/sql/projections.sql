@@ -267,3 +267,23 @@ ORDER BY execution_id;
 -- name: current_log_snapshot
 -- What this transaction sees.
 SELECT pg_current_snapshot()::text;
+
+-- name: count_behind
+-- Of the executions that the last $1 events belong to, those whose snapshot is missing or does not reach their newest one.
+SELECT count(*)
+FROM (
+    SELECT tenant_id, organization_id, execution_id, max(event_id) AS newest
+    FROM (
+        SELECT tenant_id, organization_id, execution_id, event_id
+        FROM noetl.event
+        ORDER BY xact_id DESC, event_id DESC
+        LIMIT $1
+    ) AS last_events
+    GROUP BY tenant_id, organization_id, execution_id
+) AS recent
+LEFT JOIN noetl.projection_snapshot AS s
+    ON s.tenant_id = recent.tenant_id
+    AND s.organization_id = recent.organization_id
+    AND s.aggregate_type = 'replay_state'
+    AND s.aggregate_id = 'execution/' || recent.execution_id || '/all'
+WHERE s.version IS NULL OR s.version < recent.newest;
