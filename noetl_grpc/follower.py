@@ -70,8 +70,8 @@ class Subscription:
         return page
 
     def put(self, page: Page) -> None:
-        """Add a page, or end the subscription if there is no room for it."""
-        if self._ended is not None:
+        """Add a page that is not empty, or end the subscription if there is no room for it."""
+        if self._ended is not None or not page.keys:
             return
         if self._waiting + len(page.keys) > self._capacity and self._pages:
             self.end(Overloaded("the stream is read too slowly; read faster and go on with the resume token"))
@@ -212,17 +212,20 @@ class Follower:
             joined.set_result(snapshot)
 
     def _publish(self, page: Page) -> None:
-        told: dict[Subscription, list[Key]] = {}
-        for key in page.keys:
-            for subscription in self._by_execution.get(key.execution_id, ()):
-                told.setdefault(subscription, []).append(key)
-            for subscription in self._of_all:
-                told.setdefault(subscription, []).append(key)
-        for subscription, keys in told.items():
+        # Many watch the same few types among a flood of others, so each set of types is picked out once.
+        picked: dict[frozenset[str] | None, Page] = {}
+        for subscription in self._of_all:
             types = subscription.event_types
-            wanted = keys if types is None else [key for key in keys if key.event_type in types]
-            if wanted:
-                subscription.put(replace(page, keys=wanted))
+            if types not in picked:
+                picked[types] = _of_types(page, types)
+            subscription.put(picked[types])
+        of_executions: dict[int, list[Key]] = {}
+        for key in page.keys if self._by_execution else ():
+            if key.execution_id in self._by_execution:
+                of_executions.setdefault(key.execution_id, []).append(key)
+        for execution_id, keys in of_executions.items():
+            for subscription in self._by_execution[execution_id]:
+                subscription.put(_of_types(replace(page, keys=keys), subscription.event_types))
 
     def _subscriptions(self) -> list[Subscription]:
         return [*self._of_all, *(each for some in self._by_execution.values() for each in some)]
@@ -253,3 +256,9 @@ class Follower:
                 await self._woken.wait()
         except TimeoutError:
             pass
+
+
+def _of_types(page: Page, types: frozenset[str] | None) -> Page:
+    if types is None:
+        return page
+    return replace(page, keys=[key for key in page.keys if key.event_type in types])

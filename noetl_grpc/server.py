@@ -266,6 +266,7 @@ def _add_services(
     subscription_pb2_grpc.add_SubscriptionServiceServicer_to_server(
         SubscriptionServicer(
             shards,
+            followers,
             ids.next_id,
             drain_timeout=timedelta(seconds=settings.subscription_drain_timeout_seconds),
         ),

@@ -17,6 +17,7 @@ DOMAIN = "noetl_grpc"
 
 #: Trailing metadata keys are limited in size by most peers, so the text of an error is too.
 MESSAGE_CHARACTERS_MAX = 2000
+TOKEN_CHARACTERS_MAX = 4000
 
 CODES: dict[type[errors.NoetlError], grpc.StatusCode] = {
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
@@ -63,7 +64,11 @@ def to_status(error: errors.NoetlError) -> status_pb2.Status:
     status = status_pb2.Status(code=code_of(error).value[0], message=message)
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)
     for key, value in error.metadata.items():
-        info.metadata[key] = value[:MESSAGE_CHARACTERS_MAX]
+        if key != "resume_token":
+            info.metadata[key] = value[:MESSAGE_CHARACTERS_MAX]
+        elif len(value) <= TOKEN_CHARACTERS_MAX:
+            # Whole or not at all; the caller has the one of its last message too.
+            info.metadata[key] = value
     _pack(status, info)
     if isinstance(error, errors.InvalidRequest):
         _pack(

@@ -25,12 +25,14 @@ from noetl_grpc.dev.databases import create_database
 from noetl_grpc.dev.postgres import Postgres
 from noetl_grpc.errors import IllegalTransition, NoetlError, Unavailable
 
-SUMMARY = "one legal history and one id per path, whoever calls at once, on servers whose clocks disagree"
+SUMMARY = "one legal history and one id per path, and a watch that tells it, on servers whose clocks disagree"
 
 TOKEN = "check"
 AUTHORIZATION = (("authorization", f"Bearer {TOKEN}"),)
 CLOCKS_OFF_SECONDS = (0.0, -3600.0)
 CALL_SECONDS = 60.0
+WATCH_SECONDS = 30.0
+RETRY_SECONDS = 0.02
 #: A path is registered anew after its subscription was deactivated.
 REGISTRATIONS_PER_PATH = 2
 
@@ -47,7 +49,7 @@ class Plan:
 
 
 PLANS: dict[Size, Plan] = {
-    "small": Plan(paths=2, registrations=20, rounds=2, transitions=60, seconds_max=18.0),
+    "small": Plan(paths=2, registrations=20, rounds=2, transitions=60, seconds_max=60.0),
     "full": Plan(paths=20, registrations=50, rounds=40, transitions=100, seconds_max=600.0),
 }
 
@@ -177,7 +179,7 @@ async def _contradict(
     *,
     killed: _Server | None,
 ) -> Counter[str]:
-    """Random actions at once, some sent twice to both servers, some lost with the killed one and sent again."""
+    """Random actions at once, some sent to both servers, some lost with the killed one and sent again; and a watch."""
     await _add_entry(conn, path)
     registered = await _call(
         servers[chance.randrange(2)].stub.RegisterSubscription, pb.RegisterSubscriptionRequest(path=path)
@@ -207,6 +209,8 @@ async def _contradict(
             for answer in answers
         ]
 
+    watcher = _Watcher([server.stub for server in servers], path, random.Random(chance.random()))
+    watching = asyncio.create_task(watcher.run())
     jobs = []
     for number in range(count):
         action = chance.choice(list(Action))
@@ -215,7 +219,58 @@ async def _contradict(
     attempts = [one for some in await asyncio.gather(*jobs) for one in some]
     history = await _history(survivors[0].stub, subscription_id)
     _judge(path, history, attempts, verdict)
+    expected = [event.event_id for event in history]
+    try:
+        async with asyncio.timeout(WATCH_SECONDS):
+            await watcher.until(expected[-1])
+    except TimeoutError:
+        verdict.require(False, f"{path}: the watch did not come to the last event")
+    watching.cancel()
+    told = watcher.event_ids
+    verdict.require(
+        bool(told) and told == expected[-len(told) :],
+        f"{path}: the watch told {len(told)} events that are not the last of the {len(expected)} in the history",
+    )
     return Counter(_outcome(one.answer) for one in attempts)
+
+
+class _Watcher:
+    """Watches a path, by servers that it leaves again and again."""
+
+    def __init__(
+        self, stubs: Sequence[rpc.SubscriptionServiceStub], path: str, chance: random.Random
+    ) -> None:
+        self._stubs = stubs
+        self._path = path
+        self._chance = chance
+        self._moved = asyncio.Event()
+        self.event_ids: list[int] = []
+
+    async def run(self) -> None:
+        """Watch until cancelled."""
+        token = ""
+        while True:
+            request = pb.WatchSubscriptionsRequest(path_prefix=self._path, resume_token=token)
+            call = self._chance.choice(self._stubs).WatchSubscriptions(request, metadata=AUTHORIZATION)
+            stay = self._chance.randrange(1, 40)
+            try:
+                async for message in call:
+                    self.event_ids.append(int(message.subscription.etag))
+                    self._moved.set()
+                    token = message.resume_token
+                    stay -= 1
+                    if not stay:
+                        break
+            except grpc.aio.AioRpcError:
+                await asyncio.sleep(RETRY_SECONDS)
+            finally:
+                call.cancel()
+
+    async def until(self, event_id: int) -> None:
+        """Wait until it has been told of an event."""
+        while not self.event_ids or self.event_ids[-1] != event_id:
+            self._moved.clear()
+            await self._moved.wait()
 
 
 def _outcome(answer: pb.Subscription | NoetlError) -> str:

@@ -174,7 +174,8 @@ class Rim:
                             await context.write(response)
                             stream.is_writing = False
                             if stream.is_ended:
-                                raise asyncio.CancelledError
+                                # Takes effect where the servicer next waits: it has noted by then what was sent.
+                                stream.task.cancel()
             except BaseException as raised:
                 ended = stream is not None and stream.is_ended and isinstance(raised, asyncio.CancelledError)
                 cause = ShuttingDown("the server is shutting down; resume elsewhere") if ended else raised

@@ -24,14 +24,28 @@ DRAIN_TIMEOUT = Cause(actor=lifecycle.OURSELVES, reason="drain timeout")
 class Registrar:
     """Finds the subscription of a path, or makes it."""
 
-    def __init__(self, shards: Shards, next_id: Callable[[], int], *, drain_timeout: timedelta) -> None:
+    def __init__(
+        self,
+        shards: Shards,
+        next_id: Callable[[], int],
+        *,
+        drain_timeout: timedelta,
+        on_stored: Callable[[int], None],
+    ) -> None:
         self._shards = shards
+        self._on_stored = on_stored
         self._next_id = next_id
         self._drain_timeout = drain_timeout
         self._turns = Turns()
 
     async def register(self, path: str) -> tuple[Subscription, bool]:
         """The subscription of the path, and whether this call made it."""
+        subscription, created = await self._find_or_create(path)
+        if created:
+            self._on_stored(self._shards.shard_of(subscription.subscription_id))
+        return subscription, created
+
+    async def _find_or_create(self, path: str) -> tuple[Subscription, bool]:
         async with self._turns.turn(path), self._shards.cluster.transaction() as cluster:
             await subscriptions.lock_path(cluster, path)
             entry = await self._entry(cluster, path)

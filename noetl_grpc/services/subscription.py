@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from datetime import datetime, timedelta
-from itertools import chain
 from typing import TypeAlias
 
 from noetlpb.v1 import subscription_pb2 as pb
 from noetlpb.v1 import subscription_pb2_grpc as rpc
 
+from noetl_grpc import calls
 from noetl_grpc.calls import Context
 from noetl_grpc.convert.moments import timestamp_to_pb
 from noetl_grpc.convert.subscription import (
@@ -19,11 +19,15 @@ from noetl_grpc.convert.subscription import (
     subscription_state_from_pb,
     subscription_to_pb,
 )
-from noetl_grpc.core import fields, lifecycle, paging
+from noetl_grpc.core import fields, lifecycle, paging, watching
 from noetl_grpc.core.lifecycle import Action, Cause, Report, Subscription
-from noetl_grpc.errors import NotFound, Unavailable
+from noetl_grpc.core.watching import Target
+from noetl_grpc.errors import Unavailable
+from noetl_grpc.follower import Follower
 from noetl_grpc.services.fanout import all_or_raise, ask_every_shard
 from noetl_grpc.services.registration import Registrar
+from noetl_grpc.services.subscription_answers import merge, subscription_not_found
+from noetl_grpc.services.subscription_watch import Feed, Watch
 from noetl_grpc.services.turns import Turns
 from noetl_grpc.storage import subscriptions
 from noetl_grpc.storage.pool import Connection, Pool, Shards
@@ -49,11 +53,21 @@ TransitionRequest: TypeAlias = (
 class SubscriptionServicer(rpc.SubscriptionServiceServicer):
     """Serves noetlpb.v1.SubscriptionService from the event log."""
 
-    def __init__(self, shards: Shards, next_id: Callable[[], int], *, drain_timeout: timedelta) -> None:
+    def __init__(
+        self,
+        shards: Shards,
+        followers: Sequence[Follower],
+        next_id: Callable[[], int],
+        *,
+        drain_timeout: timedelta,
+    ) -> None:
         self._shards = shards
         self._next_id = next_id
-        self._registrar = Registrar(shards, next_id, drain_timeout=drain_timeout)
+        self._registrar = Registrar(
+            shards, next_id, drain_timeout=drain_timeout, on_stored=lambda shard: followers[shard].wake()
+        )
         self._turns = Turns()
+        self._feeds = [Feed(pool, follower) for pool, follower in zip(shards.pools, followers, strict=True)]
 
     async def RegisterSubscription(
         self, request: pb.RegisterSubscriptionRequest, context: Context
@@ -116,7 +130,7 @@ class SubscriptionServicer(rpc.SubscriptionServiceServicer):
                 )
 
         answers = await ask_every_shard(self._shards, ask, seconds=self._patience_seconds(context))
-        page, more = _merge([answer for answer in answers if not isinstance(answer, Unavailable)], limit)
+        page, more = merge([answer for answer in answers if not isinstance(answer, Unavailable)], limit)
         unreachable = [number for number, answer in enumerate(answers) if isinstance(answer, Unavailable)]
         if len(unreachable) == len(answers):
             all_or_raise(answers)
@@ -143,6 +157,29 @@ class SubscriptionServicer(rpc.SubscriptionServiceServicer):
             if more
             else "",
         )
+
+    async def WatchSubscriptions(
+        self, request: pb.WatchSubscriptionsRequest, context: Context
+    ) -> AsyncIterator[pb.WatchSubscriptionsResponse]:
+        target = _target(request)
+        feeds = self._feeds
+        if target.subscription_id is not None:
+            feeds = [feeds[self._shards.shard_of(target.subscription_id)]]
+        token = request.resume_token
+        place = watching.decode(token, target, shards=len(feeds)) if token else None
+        call = calls.current()
+        call.resume_token = token
+        async with aclosing(Watch(feeds, target).steps(place)) as steps:
+            async for step in steps:
+                token = watching.encode(step.place, target)
+                if step.subscription is not None:
+                    yield pb.WatchSubscriptionsResponse(
+                        subscription=subscription_to_pb(step.subscription),
+                        resume_token=token,
+                        initial=step.initial,
+                    )
+                # Only now: until it is sent, a stream that ends goes on before it.
+                call.resume_token = token
 
     async def HeartbeatSubscription(
         self, request: pb.HeartbeatSubscriptionRequest, context: Context
@@ -194,6 +231,7 @@ class SubscriptionServicer(rpc.SubscriptionServiceServicer):
             await subscriptions.lock(conn, subscription_id)
             current, now = await _read(conn, subscription_id)
             yield conn, current, now
+        self._feeds[self._shards.shard_of(subscription_id)].follower.wake()
 
     def _patience_seconds(self, context: Context) -> float | None:
         """How long to wait for the slowest shard; the others' answers must still reach the caller in time."""
@@ -203,10 +241,10 @@ class SubscriptionServicer(rpc.SubscriptionServiceServicer):
         return SHARD_SECONDS if remaining is None else min(SHARD_SECONDS, remaining * 0.8)
 
 
-def _merge(answers: Sequence[Sequence[Subscription]], limit: int) -> tuple[list[Subscription], bool]:
-    """The first of all by id, and whether there are more."""
-    found = sorted(chain.from_iterable(answers), key=lambda subscription: subscription.subscription_id)
-    return found[:limit], len(found) > limit
+def _target(request: pb.WatchSubscriptionsRequest) -> Target:
+    if request.WhichOneof("target") == "subscription_id":
+        return Target(subscription_id=fields.positive_id(request.subscription_id, "subscription_id"))
+    return Target(path_prefix=fields.text(request.path_prefix, "path_prefix"))
 
 
 def _report(request: pb.HeartbeatSubscriptionRequest) -> Report:
@@ -223,9 +261,5 @@ def _report(request: pb.HeartbeatSubscriptionRequest) -> Report:
 async def _read(conn: Connection, subscription_id: int) -> tuple[Subscription, datetime]:
     present = await subscriptions.read(conn, subscription_id)
     if present is None:
-        raise NotFound(
-            f"there is no subscription {subscription_id}",
-            reason="SUBSCRIPTION_NOT_FOUND",
-            metadata={"subscription_id": subscription_id},
-        )
+        raise subscription_not_found(subscription_id)
     return present

@@ -9,6 +9,7 @@ from typing import Any
 
 import orjson
 
+from noetl_grpc.core.following import Key, Page, Position
 from noetl_grpc.core.lifecycle import Cause, LifecycleEvent, Runtime, State, Subscription
 from noetl_grpc.storage.pool import Connection
 from noetl_grpc.storage.queries import queries
@@ -123,6 +124,67 @@ async def list_page(
     await conn.execute(queries["walk_lifecycle_index"])
     rows = await conn.fetch(queries["list_subscriptions"], after, words, path_prefix, limit)
     return [_subscription(row) for row in rows]
+
+
+async def list_as_of(
+    conn: Connection, *, after: int, path_prefix: str, snapshot: str | None, limit: int
+) -> list[Subscription]:
+    """The same in all states, as a snapshot showed it, or as it is."""
+    if snapshot is None:
+        return await list_page(conn, after=after, states=(), path_prefix=path_prefix, limit=limit)
+    await conn.execute(queries["walk_lifecycle_index"])
+    rows = await conn.fetch(queries["list_subscriptions_seen"], after, path_prefix, limit, snapshot)
+    return [_subscription(row) for row in rows]
+
+
+async def read_as_of(conn: Connection, subscription_id: int, *, snapshot: str | None) -> Subscription | None:
+    """One subscription as a snapshot showed it, or as it is."""
+    if snapshot is None:
+        row = await conn.fetchrow(queries["read_subscription"], subscription_id)
+    else:
+        row = await conn.fetchrow(queries["read_subscription_seen"], subscription_id, snapshot)
+    return None if row is None else _subscription(row)
+
+
+async def gap_keys(conn: Connection, position: Position, *, limit: int) -> tuple[list[Key], Position]:
+    """The next lifecycle events of the gap a position is in, and the position behind them.
+
+    In a transaction of its own: it sets how to plan.
+    """
+    await conn.execute(queries["plan_by_values"])
+    rows = await conn.fetch(
+        queries["lifecycle_gap_keys"],
+        position.seen,
+        position.target,
+        position.at_xact,
+        position.at_event,
+        limit,
+    )
+    keys = [Key(*row) for row in rows]
+    return keys, position.behind(keys, limit=limit)
+
+
+async def read_changes(conn: Connection, page: Page) -> dict[tuple[int, int], Subscription]:
+    """Subscriptions as of a page's events, by (subscription_id, event_id); events that do not count are left out."""
+    subscription_ids, event_ids = [key.execution_id for key in page.keys], [key.event_id for key in page.keys]
+    rows = await conn.fetch(queries["read_changes"], subscription_ids, event_ids)
+    return {(row["subscription_id"], row["event_id"]): _subscription(row) for row in rows}
+
+
+async def last_events_before(conn: Connection, page: Page) -> dict[int, int]:
+    """The last event of each of a page's subscriptions for somebody who has read up to the page."""
+    before = page.before
+    if not before.seen:
+        return {}
+    rows = await conn.fetch(
+        queries["last_events_before"],
+        list({key.execution_id for key in page.keys}),
+        before.seen,
+        before.target,
+        before.at_xact,
+        before.at_event,
+    )
+    return {row["execution_id"]: row["event_id"] for row in rows if row["event_id"] is not None}
 
 
 async def list_events(

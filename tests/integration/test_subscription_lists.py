@@ -17,6 +17,7 @@ from noetlpb.v1 import subscription_pb2 as pb
 
 from noetl_grpc.core.lifecycle import EVENT_TYPES, Action, State
 from noetl_grpc.errors import DatabaseUnavailable, InvalidRequest, NotFound
+from noetl_grpc.follower import Follower
 from noetl_grpc.metrics import Metrics
 from noetl_grpc.server import Server
 from noetl_grpc.services.subscription import SubscriptionServicer
@@ -167,7 +168,9 @@ async def test_the_number_of_statements_does_not_depend_on_the_rows(
     conn: asyncpg.Connection, database_url: str
 ) -> None:
     shards = await open_shards([database_url], cluster_url=database_url, size_max=1)
-    servicer = SubscriptionServicer(shards, next_id=lambda: 1, drain_timeout=timedelta(0))
+    servicer = SubscriptionServicer(
+        shards, [Follower(pool) for pool in shards.pools], next_id=lambda: 1, drain_timeout=timedelta(0)
+    )
     statements: list[str] = []
 
     async def count(page_size: int) -> int:

@@ -67,3 +67,15 @@ def test_a_failure_of_the_channel_itself_is_one_of_ours_too() -> None:
 
     assert isinstance(received, errors.Unavailable)
     assert received.reason == "UNAVAILABLE"
+
+
+def test_a_resume_token_is_sent_whole_or_not_at_all() -> None:
+    for characters in (3000, 5000):
+        error = errors.Overloaded(
+            "too slow", metadata={"resume_token": "t" * characters, "other": "o" * 3000}
+        )
+
+        received = status.from_rpc_error(_received(error))
+
+        assert received.metadata.get("resume_token") == ("t" * 3000 if characters == 3000 else None)
+        assert len(received.metadata["other"]) == 2000

@@ -283,6 +283,178 @@ FROM (
 LEFT JOIN noetl.subscription_runtime AS r ON r.subscription_id = page.subscription_id
 ORDER BY page.subscription_id;
 
+-- name: list_subscriptions_seen
+-- The same as `list_subscriptions` without states, as a snapshot ($4) showed it; $3 how many. A row of a transaction
+-- that is yet to come was brought from another database and has always been there. After `walk_lifecycle_index`.
+SELECT page.subscription_id,
+    page.path,
+    page.catalog_id,
+    page.state,
+    page.event_type,
+    page.event_id,
+    page.created_at,
+    r.runtime_id,
+    r.last_heartbeat_at,
+    r.lease_expires_at,
+    r.lease_expires_at > clock_timestamp() AS alive,
+    r.in_flight,
+    r.backlog
+FROM (
+    SELECT s.subscription_id,
+        s.path,
+        s.catalog_id,
+        s.state,
+        s.event_type,
+        s.event_id,
+        s.created_at
+    FROM (
+        SELECT DISTINCT ON (e.execution_id) e.execution_id AS subscription_id,
+            COALESCE(
+                NULLIF(e.node_name, ''),
+                (SELECT c.path FROM noetl.catalog AS c WHERE c.catalog_id = e.catalog_id),
+                ''
+            ) AS path,
+            e.catalog_id,
+            e.status AS state,
+            e.event_type,
+            e.event_id,
+            e.created_at
+        FROM noetl.event AS e
+        WHERE e.execution_id > $1
+            AND e.event_type IN (
+                'subscription.registered', 'subscription.activated', 'subscription.paused',
+                'subscription.resumed', 'subscription.draining', 'subscription.deactivated'
+            )
+            AND e.status IN ('REGISTERED', 'ACTIVE', 'PAUSED', 'DRAINING', 'DEACTIVATED')
+            AND (
+                pg_visible_in_snapshot(e.xact_id, $4::text::pg_snapshot)
+                OR e.xact_id >= pg_snapshot_xmax(pg_current_snapshot())
+            )
+        ORDER BY e.execution_id, e.event_id DESC
+    ) AS s
+    WHERE $2::text = '' OR starts_with(s.path, $2::text)
+    ORDER BY s.subscription_id
+    LIMIT $3
+) AS page
+LEFT JOIN noetl.subscription_runtime AS r ON r.subscription_id = page.subscription_id
+ORDER BY page.subscription_id;
+
+-- name: read_subscription_seen
+-- One subscription as a snapshot ($2) showed it.
+SELECT e.execution_id AS subscription_id,
+    COALESCE(
+        NULLIF(e.node_name, ''),
+        (SELECT c.path FROM noetl.catalog AS c WHERE c.catalog_id = e.catalog_id),
+        ''
+    ) AS path,
+    e.catalog_id,
+    e.status AS state,
+    e.event_type,
+    e.event_id,
+    e.created_at,
+    r.runtime_id,
+    r.last_heartbeat_at,
+    r.lease_expires_at,
+    r.lease_expires_at > clock_timestamp() AS alive,
+    r.in_flight,
+    r.backlog
+FROM noetl.event AS e
+LEFT JOIN noetl.subscription_runtime AS r ON r.subscription_id = e.execution_id
+WHERE e.execution_id = $1
+    AND e.event_type IN (
+        'subscription.registered', 'subscription.activated', 'subscription.paused',
+        'subscription.resumed', 'subscription.draining', 'subscription.deactivated'
+    )
+    AND e.status IN ('REGISTERED', 'ACTIVE', 'PAUSED', 'DRAINING', 'DEACTIVATED')
+    AND (
+        pg_visible_in_snapshot(e.xact_id, $2::text::pg_snapshot)
+        OR e.xact_id >= pg_snapshot_xmax(pg_current_snapshot())
+    )
+ORDER BY e.event_id DESC
+LIMIT 1;
+
+-- name: plan_by_values
+-- For this transaction. Whether a gap is short or long decides how it is best read.
+SELECT set_config('plan_cache_mode', 'force_custom_plan', true);
+
+-- name: lifecycle_gap_keys
+-- One page of a gap, as `gap_keys` reads it, of lifecycle events alone. $1 seen, $2 target, $3 and $4 the place, $5 rows.
+-- Collected before they are ordered: else the planner would walk over all other events of the gap to find a few.
+-- After `plan_by_values`.
+WITH gap AS MATERIALIZED (
+    SELECT e.xact_id,
+        e.event_id,
+        e.execution_id,
+        e.event_type
+    FROM noetl.event AS e
+    WHERE e.event_type IN (
+        'subscription.registered', 'subscription.activated', 'subscription.paused',
+        'subscription.resumed', 'subscription.draining', 'subscription.deactivated'
+    )
+        AND e.xact_id >= pg_snapshot_xmin($1::text::pg_snapshot)
+        AND NOT pg_visible_in_snapshot(e.xact_id, $1::text::pg_snapshot)
+        AND pg_visible_in_snapshot(e.xact_id, $2::text::pg_snapshot)
+        AND (e.xact_id, e.event_id) > ($3::xid8, $4::bigint)
+)
+SELECT gap.xact_id,
+    gap.event_id,
+    gap.execution_id,
+    gap.event_type
+FROM gap
+ORDER BY gap.xact_id, gap.event_id
+FETCH FIRST $5 ROWS WITH TIES;
+
+-- name: read_changes
+-- Subscriptions as of some of their events. $1 subscriptions and $2 events.
+SELECT e.execution_id AS subscription_id,
+    COALESCE(
+        NULLIF(e.node_name, ''),
+        (SELECT c.path FROM noetl.catalog AS c WHERE c.catalog_id = e.catalog_id),
+        ''
+    ) AS path,
+    e.catalog_id,
+    e.status AS state,
+    e.event_type,
+    e.event_id,
+    e.created_at,
+    r.runtime_id,
+    r.last_heartbeat_at,
+    r.lease_expires_at,
+    r.lease_expires_at > clock_timestamp() AS alive,
+    r.in_flight,
+    r.backlog
+FROM unnest($1::bigint[], $2::bigint[]) AS told (execution_id, event_id)
+JOIN noetl.event AS e ON e.execution_id = told.execution_id AND e.event_id = told.event_id
+LEFT JOIN noetl.subscription_runtime AS r ON r.subscription_id = e.execution_id
+WHERE e.event_type IN (
+        'subscription.registered', 'subscription.activated', 'subscription.paused',
+        'subscription.resumed', 'subscription.draining', 'subscription.deactivated'
+    )
+    AND e.status IN ('REGISTERED', 'ACTIVE', 'PAUSED', 'DRAINING', 'DEACTIVATED');
+
+-- name: last_events_before
+-- The last lifecycle event of each subscription ($1) for somebody who has read a gap ($2 seen, $3 target) up to the place
+-- ($4, $5).
+SELECT asked.execution_id,
+    (
+        SELECT e.event_id
+        FROM noetl.event AS e
+        WHERE e.execution_id = asked.execution_id
+            AND e.event_type IN (
+                'subscription.registered', 'subscription.activated', 'subscription.paused',
+                'subscription.resumed', 'subscription.draining', 'subscription.deactivated'
+            )
+            AND e.status IN ('REGISTERED', 'ACTIVE', 'PAUSED', 'DRAINING', 'DEACTIVATED')
+            AND (
+                pg_visible_in_snapshot(e.xact_id, $2::text::pg_snapshot)
+                OR (e.xact_id, e.event_id) <= ($4::xid8, $5::bigint)
+                AND pg_visible_in_snapshot(e.xact_id, $3::text::pg_snapshot)
+            )
+        ORDER BY e.event_id DESC
+        LIMIT 1
+    ) AS event_id
+FROM unnest($1::bigint[]) AS asked (execution_id);
+
 -- name: list_lifecycle_events
 -- A page of a subscription's lifecycle behind an event. $1 the subscription, $2 the event, $3 how many.
 SELECT e.execution_id AS subscription_id,
