@@ -294,7 +294,7 @@ def _add_services(
         if tailer is not None:
             tailer.wake(shard)
 
-    intake = Intake(shards, on_stored=on_stored)
+    intake = Intake(shards, on_stored=on_stored, on_enqueued=outbox.notify)
     projection_pb2_grpc.add_ProjectionServiceServicer_to_server(
         ProjectionServicer(
             shards,

@@ -69,9 +69,16 @@ class Outcome:
 class Intake:
     """Writes deliveries to the shards that their executions live in."""
 
-    def __init__(self, shards: Shards, *, on_stored: Callable[[int], None] = lambda shard: None) -> None:
+    def __init__(
+        self,
+        shards: Shards,
+        *,
+        on_stored: Callable[[int], None] = lambda shard: None,
+        on_enqueued: Callable[[int], None] = lambda shard: None,
+    ) -> None:
         self._shards = shards
         self._on_stored = on_stored
+        self._on_enqueued = on_enqueued
 
     async def take(self, delivery: Delivery) -> Outcome:
         """Store what can be stored, and park what never can.
@@ -115,6 +122,8 @@ class Intake:
         outcome = await persist(attempt)
         if outcome.stored:
             self._on_stored(shard)
+        if outcome.enqueued:
+            self._on_enqueued(shard)
         return outcome
 
     async def foreign_entries(self, pool: Pool, delivery: Delivery, rows: Sequence[int]) -> Sequence[Any]:
