@@ -536,7 +536,7 @@ async def test_a_log_restored_into_another_cluster_loses_nothing(
         await migrate.migrate(conn)
         await add_catalog_entry(conn)
         # The old cluster is far ahead, so that its transaction ids lie in the new one's future.
-        await use_up_transaction_ids(conn, 500)
+        await use_up_transaction_ids(conn, 1000)
         async with tailer_of(old.url(), nats.url) as tailer:
             await until_leading(tailer)
             await write_events(conn, EXECUTION, [note(n) for n in range(10)])
