@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from enum import Enum
 from time import monotonic
 from typing import Final, TypeVar
 
@@ -44,6 +45,14 @@ TRIES: Final = 3
 TRY_SECONDS: Final = 0.2
 
 T = TypeVar("T")
+
+
+class Work(Enum):
+    """What one go of a leader has come to."""
+
+    MORE = "more"
+    DONE = "done"
+    NOTHING = "nothing"
 
 
 class Leadership:

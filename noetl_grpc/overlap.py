@@ -13,7 +13,7 @@ from time import monotonic
 from typing import Final
 
 from noetl_grpc.core.tailing import Cursor
-from noetl_grpc.delivery import Delivery, Interrupted, Leadership, Renderer
+from noetl_grpc.delivery import Delivery, Interrupted, Leadership, Renderer, Work
 from noetl_grpc.storage import cursors, tailing
 from noetl_grpc.storage.pool import Connection
 from noetl_grpc.storage.tailing import DatabaseFacts, History, Moment
@@ -56,10 +56,10 @@ class OverlapTail:
         self._began = self._looked_to
         self._saved = self._asked = monotonic()
 
-    async def run_once(self) -> bool:
-        """Publish what the next page holds; whether there is more to do at once."""
+    async def run_once(self) -> Work:
+        """Publish what the next page holds. A look is dear here, whatever it finds."""
         if self._at is None and not await self._begin_look():
-            return False
+            return Work.NOTHING
         limit = self._renderer.page_size
         moments = await tailing.moments(
             self._reader,
@@ -74,7 +74,7 @@ class OverlapTail:
         self._pass(moments, is_last=len(moments) < limit)
         if fresh or monotonic() - self._saved > SAVE_SECONDS:
             await self._save()
-        return self._at is not None
+        return Work.NOTHING if self._at is None else Work.MORE
 
     async def is_needless(self) -> bool:
         """Whether the log can be followed by snapshots by now; asked now and then."""

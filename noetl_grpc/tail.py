@@ -16,7 +16,7 @@ from typing import Final
 
 from noetl_grpc.core.following import Position
 from noetl_grpc.core.tailing import Cursor, settled
-from noetl_grpc.delivery import Batch, Delivery, Interrupted, Leadership, Renderer
+from noetl_grpc.delivery import Batch, Delivery, Interrupted, Leadership, Renderer, Work
 from noetl_grpc.errors import DatabaseUnavailable
 from noetl_grpc.storage import cursors, tailing
 from noetl_grpc.storage.pool import Connection
@@ -64,17 +64,19 @@ class Tail:
         self._saved = monotonic()
         self._ahead: asyncio.Task[Page | None] | None = None
 
-    async def run_once(self) -> bool:
-        """Publish what the next page holds; whether there is more to do at once."""
+    async def run_once(self) -> Work:
+        """Publish what the next page holds."""
         page = await self._next_page()
         if page is None:
-            return False
+            return Work.NOTHING
         if page.after.target is not None:
             self._ahead = asyncio.create_task(self._read(page.after))
         if page.batch.messages:
             await self._publish(page)
         await self._move(page.after, must_save=bool(page.batch.keys))
-        return page.after.target is not None
+        if page.after.target is not None:
+            return Work.MORE
+        return Work.DONE if page.batch.keys else Work.NOTHING
 
     async def close(self) -> None:
         """Stop reading ahead."""

@@ -21,7 +21,7 @@ from noetl_grpc import overlap
 from noetl_grpc import tail as snapshots
 from noetl_grpc.broker import Broker, StreamSpec
 from noetl_grpc.core.tailing import STREAM, SUBJECTS, Cursor, Mode, ShardStatus
-from noetl_grpc.delivery import Delivery, Leadership, Progress, Renderer
+from noetl_grpc.delivery import Delivery, Leadership, Progress, Renderer, Work
 from noetl_grpc.errors import BrokerUnavailable, DatabaseUnavailable, NoetlError
 from noetl_grpc.metrics import Metrics
 from noetl_grpc.overlap import OVERLAP, OverlapTail
@@ -36,7 +36,7 @@ logger = logging.getLogger("noetl_grpc.tailer")
 CANDIDATE_SECONDS: Final = 1.0
 RETRY_SECONDS_MIN: Final = 0.2
 RETRY_SECONDS_MAX: Final = 5.0
-#: A look at the log may take this part of its session's time at most.
+#: Looking for nothing may take this part of a session's time at most.
 SHARE_MAX: Final = 0.25
 #: How long a batch may take to finish when the process ends.
 STOP_SECONDS: Final = 10.0
@@ -231,13 +231,16 @@ class ShardTailer:
         while not self._stopping.is_set():
             self._woken.clear()
             began = monotonic()
-            if await tail.run_once():
+            work = await tail.run_once()
+            if work is Work.MORE:
                 continue
             if isinstance(tail, OverlapTail) and await tail.is_needless():
                 logger.warning("shard %d: noetl.event has its xact_id by now", self.shard)
                 return
-            took_seconds = monotonic() - began
-            pause_seconds = max(self._options.poll_seconds, took_seconds / SHARE_MAX - took_seconds)
+            pause_seconds = self._options.poll_seconds
+            if work is Work.NOTHING:
+                took_seconds = monotonic() - began
+                pause_seconds = max(pause_seconds, took_seconds / SHARE_MAX - took_seconds)
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause_seconds):
                     await self._woken.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,7 +18,9 @@ from noetl_grpc.storage.pool import CONNECT_SECONDS, Connection, translate_error
 from noetl_grpc.storage.queries import queries
 
 CURSOR: Final = "event_stream_tailer"
-_LOCK_SPACE: Final = 0x6E6F6510
+#: The sessions' application_name, followed by the id of the process.
+APPLICATION: Final = "noetl_grpc tailer"
+LOCK_SPACE: Final = 0x6E6F6510
 
 STANDBY: Final = "the database is a standby, where the log can't be followed"
 
@@ -86,7 +89,11 @@ async def _session(
             url,
             timeout=CONNECT_SECONDS,
             command_timeout=timeout_seconds,
-            server_settings={"application_name": "noetl_grpc tailer", "timezone": "UTC", **settings},
+            server_settings={
+                "application_name": f"{APPLICATION} {os.getpid()}",
+                "timezone": "UTC",
+                **settings,
+            },
         )
         try:
             yield conn
@@ -105,7 +112,7 @@ async def database_facts(conn: Connection) -> DatabaseFacts:
 
 async def try_to_lead(conn: Connection, *, shard: int) -> bool:
     """Whether this session is the one that publishes the shard's events from now on."""
-    return bool(await conn.fetchval(queries["try_to_lead"], _LOCK_SPACE, shard))
+    return bool(await conn.fetchval(queries["try_to_lead"], LOCK_SPACE, shard))
 
 
 async def take_cursor(conn: Connection, *, shard: int) -> Cursor:
