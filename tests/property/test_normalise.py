@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from noetl_grpc.core.envelope import result_fault
@@ -50,6 +50,11 @@ events = st.builds(
 )
 
 
+#: How long an example takes says more about the machine than about the rules.
+untimed = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@untimed
 @given(documents)
 def test_sanitising_twice_equals_once(document: object) -> None:
     once = sanitise(document)
@@ -91,6 +96,7 @@ def meaning(row: Normalised) -> tuple[object, ...]:
     )
 
 
+@untimed
 @given(events)
 def test_normalising_twice_equals_once(event: NativeEvent) -> None:
     once = normalise(event)
