@@ -25,8 +25,8 @@ T = TypeVar("T")
 #: Before the first event, whatever its id.
 START = -(2**63)
 PAGE_ROWS_MAX = 2000
-#: Rows folded at a stretch: a few milliseconds.
-PART_ROWS = 500
+#: Rows folded at a stretch: about a millisecond.
+PART_ROWS = 250
 PAGE_ROWS_FIRST = 100
 #: How long computing goes on before others get a turn, and how long they get.
 TURN_SECONDS = 0.005
