@@ -129,7 +129,8 @@ def service_config() -> str:
                         "initialBackoff": "0.1s",
                         "maxBackoff": "2s",
                         "backoffMultiplier": 2.0,
-                        "retryableStatusCodes": ["UNAVAILABLE"],
+                        # A server that stops also cancels what it has not begun. Our own cancelling is never retried.
+                        "retryableStatusCodes": ["UNAVAILABLE", "CANCELLED"],
                     },
                 }
             ],

@@ -31,7 +31,7 @@ def test_only_repeatable_rpcs_have_a_retry_policy() -> None:
 
     assert "ClaimOutboxBatch" not in named
     assert "EnqueueOutbox" in named
-    assert method_config["retryPolicy"]["retryableStatusCodes"] == ["UNAVAILABLE"]
+    assert method_config["retryPolicy"]["retryableStatusCodes"] == ["UNAVAILABLE", "CANCELLED"]
 
 
 def test_a_token_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
