@@ -217,7 +217,7 @@ def _events(reading: Reading) -> RenderableType:
     parked = "–" if isinstance(reading.parked, NoetlError) else _alarm(reading.parked, "red")
     behind = meter.level("noetl_projection_behind")
     return _panel(
-        "EVENTS, READ MODEL",
+        "EVENTS",
         (
             ("parked", parked, "projected", _per_second(meter.rate("noetl_events_projected_total"))),
             ("", "", "materialized", _per_second(meter.rate("noetl_events_materialized_total"))),

@@ -85,6 +85,36 @@ async def test_outbox_counts(cli: Cli, client: NoetlClient) -> None:
     assert "pending" in table.out
 
 
+async def test_dead_rows_are_listed_and_requeued(
+    cli: Cli, client: NoetlClient, conn: asyncpg.Connection
+) -> None:
+    await client.outbox.enqueue(
+        OutboxMessage(event_id=n, execution_id=n, subject="orders.late", payload_json='{"n": 1}')
+        for n in (1, 2)
+    )
+    await conn.execute(
+        "UPDATE noetl.outbox SET status = 'FAILED', dead_at = now(), available_at = 'infinity', attempts = 20,"
+        " last_error = 'timeout ' || event_id"
+    )
+
+    listed, table, counted, none = await asyncio.gather(
+        cli("outbox", "dead", "--json", "--payload"),
+        cli("outbox", "dead", "--error-contains", "timeout 2"),
+        cli("outbox", "requeue", "--subject", "orders.late", "--dry-run", "--json"),
+        cli("outbox", "dead", "--execution", "9"),
+    )
+    requeued = await cli("outbox", "requeue", "--all")
+
+    assert [line["row"]["event_id"] for line in listed.lines] == ["1", "2"]
+    assert listed.lines[0]["last_error"] == "timeout 1"
+    assert "timeout 2" in table.out
+    assert "timeout 1" not in table.out
+    assert counted.document == {"requeued": 2, "dry_run": True}
+    assert none.out == "no dead rows\n"
+    assert requeued.out == "2 rows requeued\n"
+    assert await client.outbox.count_pending() == 2
+
+
 @pytest.fixture
 async def told(client: NoetlClient, conn: asyncpg.Connection) -> Story:
     """An execution with a loop and a business object, in the log."""

@@ -20,6 +20,7 @@ from nats.js.api import StreamConfig
 
 from noetl_grpc import Consumption, NoetlClient, OutboxMessage, ProjectionCheck
 from noetl_grpc.cli.story import Story, stories
+from noetl_grpc.dev.catalog import SAMPLE_CATALOG, load_catalog
 from noetl_grpc.dev.nats import Nats
 from noetl_grpc.server import Server
 from noetl_grpc.settings import EventStreamSettings, Settings
@@ -263,3 +264,31 @@ async def test_messages_that_are_no_events_and_executions_that_are_gone_do_not_s
             assert await _all_included(client, await _tell(client, conn, 1))
             await until(lambda: progress.given_up == 1)
         await connection.close()
+
+
+async def test_the_demo_flows_through_everything_and_the_tailer_tells(
+    streaming: Settings, start_server: StartServer, nats: Nats, conn: asyncpg.Connection, tmp_path: Path
+) -> None:
+    await load_catalog(conn, SAMPLE_CATALOG)
+    server = await start_server(streaming)
+    cli = Cli(tmp_path, {"NOETL_GRPC_ADDRESS": server.address, "NOETL_INTERNAL_API_TOKEN": TOKEN})
+    async with (
+        NoetlClient(server.address, token=TOKEN) as client,
+        _running(run_projector(client, nats_url=nats.url)),
+        _running(publish_outbox(client, nats_url=nats.url, spec=SPEC)),
+    ):
+        told = (await cli("demo", "--json")).document
+        load, status, table, compared = await asyncio.gather(
+            cli("demo", "--rate", "100", "--executions", "10", "--json"),
+            cli("tailer", "status", "--json"),
+            cli("tailer", "status"),
+            cli("tailer", "reconcile", "--dry-run", "--json"),
+        )
+
+    assert (told["in_stream"], told["outbox_empty"]) == (True, True)
+    assert [one["in_read_model"] for one in told["executions"]] == [True] * 5
+    assert told["stored"] == sum(one["events"] for one in told["executions"])
+    assert (load.document["executions"], load.document["rejected"]) == (10, 0)
+    assert [shard["mode"] for shard in status.document["shards"]] == ["SNAPSHOT"]
+    assert "snapshot" in table.out
+    assert compared.document["missing"] == compared.document["republished"] == 0
