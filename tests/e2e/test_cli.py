@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import itertools
 import json
+import signal
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -113,6 +114,30 @@ async def test_dead_rows_are_listed_and_requeued(
     assert none.out == "no dead rows\n"
     assert requeued.out == "2 rows requeued\n"
     assert await client.outbox.count_pending() == 2
+
+
+async def test_watching_tells_the_present_and_each_change(
+    cli: Cli, client: NoetlClient, conn: asyncpg.Connection
+) -> None:
+    await add_entry(conn, "demo/feed")
+    registered = (await client.subscription.register("demo/feed")).subscription
+    process = await cli.start("subscription", "watch", "demo/", "--json")
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(30):
+            present = json.loads(await process.stdout.readline())
+            await client.subscription.activate(registered.subscription_id)
+            change = json.loads(await process.stdout.readline())
+        process.send_signal(signal.SIGINT)
+        _, said = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+
+    assert (present["initial"], present["subscription"]["state"]) == (True, "REGISTERED")
+    assert (change["initial"], change["subscription"]["state"]) == (False, "ACTIVE")
+    assert process.returncode == 130
+    assert b"Traceback" not in said
 
 
 @pytest.fixture
