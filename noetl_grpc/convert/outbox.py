@@ -123,20 +123,25 @@ def check_batch(items: Sized, field: str, *, may_be_empty: bool = False) -> None
         raise InvalidRequest(field, f"must have at most {BATCH_ITEMS_MAX} items")
 
 
-def add_rows(add: Callable[..., pb.OutboxRow], rows: Iterable[ClaimedRow], *, shard: int) -> None:
-    """Put rows into an answer; `add` is its field's, because a row built elsewhere would be copied into it."""
+def add_rows(add: Callable[[], pb.OutboxRow], rows: Iterable[ClaimedRow], *, shard: int) -> None:
+    """Put rows into an answer; `add` is its field's, because a row built elsewhere would be copied into it.
+
+    Field by field costs less than half of what keyword arguments do.
+    """
     for outbox_id, event_id, execution_id, subject, payload_json, headers_json, attempts, _ in rows:
-        add(
-            outbox_id=outbox_id,
-            event_id=event_id,
-            execution_id=execution_id,
-            subject=subject,
-            payload_json=payload_json,
-            payload_codec=CODEC_DEFAULT,
-            headers=headers_from_json(headers_json),
-            attempts=attempts,
-            shard=shard,
-        )
+        row = add()
+        row.outbox_id = outbox_id
+        row.event_id = event_id
+        if execution_id is not None:
+            row.execution_id = execution_id
+        if subject is not None:
+            row.subject = subject
+        row.payload_json = payload_json
+        row.payload_codec = CODEC_DEFAULT
+        if headers_json is not None:
+            row.headers.update(headers_from_json(headers_json) or {})
+        row.attempts = attempts
+        row.shard = shard
 
 
 def headers_from_json(text: str | None) -> dict[str, str] | None:

@@ -39,7 +39,7 @@ WHERE o.execution_id IS NULL AND o.event_id = ANY($3::bigint[]);
 -- Take up to $1 due rows of at most $2 bytes, the oldest first (of more expired ones than that, those whose lease ended
 -- first), for the claim $3 and the time $4; $5 allows one row that is too large. Only rows from $6 on are looked at, and
 -- expired leases only with $7; $8 asks for exact sizes. SKIP LOCKED lets claimers work side by side; ANY(ARRAY(…)) keeps the
--- plan good when it is generic.
+-- plan good when it is generic. Rows are ranked only where they might not all fit, which is rare.
 WITH expired AS MATERIALIZED (
     SELECT outbox_id,
            CASE
@@ -82,7 +82,13 @@ SET status = 'IN_FLIGHT',
     lease_expires_at = now() + $4::interval,
     locked_at = now(),
     updated_at = now()
-WHERE o.outbox_id = ANY(ARRAY(SELECT outbox_id FROM fitting))
+WHERE o.outbox_id = ANY(
+    CASE
+        WHEN NOT EXISTS (SELECT 1 FROM expired) AND (SELECT sum(size) FROM waiting) <= $2
+        THEN ARRAY(SELECT outbox_id FROM waiting)
+        ELSE ARRAY(SELECT outbox_id FROM fitting)
+    END
+)
 RETURNING o.outbox_id, o.event_id, o.execution_id, o.subject, o.payload, o.headers, o.attempts, o.lease_expires_at;
 
 -- name: lock_heads
