@@ -367,24 +367,28 @@ def _payload_resolvers(settings: Settings) -> list[PayloadResolver]:
 
 
 def _grpc_server(auth: AuthInterceptor) -> grpc.aio.Server:
+    return grpc.aio.server(interceptors=(auth,), options=channel_options())
+
+
+def channel_options() -> tuple[tuple[str, int], ...]:
+    """What gRPC's core is told. It ignores a name that it does not know."""
     limits = Limits()
-    return grpc.aio.server(
-        interceptors=(auth,),
-        options=(
-            ("grpc.max_receive_message_length", limits.message_bytes),
-            ("grpc.max_send_message_length", limits.message_bytes),
-            # One connection alone can't take all the room there is; what is above waits on the caller's side.
-            ("grpc.max_concurrent_streams", CONNECTION_CALLS_MAX),
-            # C-core waits two minutes for a handshake that may never be finished.
-            ("grpc.server_handshake_timeout_ms", 10_000),
-            # A second server on the same port must fail, not share its calls.
-            ("grpc.so_reuseport", 0),
-            # Clients behind a load balancer ping often; C-core's default of five minutes would cut them off.
-            ("grpc.keepalive_permit_without_calls", 1),
-            ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
-            ("grpc.keepalive_time_ms", 60_000),
-            ("grpc.keepalive_timeout_ms", 20_000),
-        ),
+    return (
+        ("grpc.max_receive_message_length", limits.message_bytes),
+        ("grpc.max_send_message_length", limits.message_bytes),
+        # One connection alone can't take all the room there is; what is above waits on the caller's side.
+        ("grpc.max_concurrent_streams", CONNECTION_CALLS_MAX),
+        # C-core waits two minutes for a handshake that may never be finished.
+        ("grpc.server_handshake_timeout_ms", 10_000),
+        # A second server on the same port must fail, not share its calls.
+        ("grpc.so_reuseport", 0),
+        # Clients behind a load balancer ping often; C-core's default of five minutes would cut them off.
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        ("grpc.keepalive_time_ms", 60_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        # A new replica gets its share; what runs on the old connection, a long stream too, runs on to its end.
+        ("grpc.max_connection_age_ms", 30 * 60_000),
     )
 
 

@@ -138,9 +138,9 @@ def service_config() -> str:
     )
 
 
-def open_channel(address: str, tls: Tls | None) -> grpc.aio.Channel:
-    """A channel that keeps itself alive through load balancers and finds a restarted server soon."""
-    options: list[tuple[str, Any]] = [
+def channel_options() -> list[tuple[str, Any]]:
+    """What gRPC's core is told. It ignores a name that it does not know."""
+    return [
         ("grpc.service_config", service_config()),
         ("grpc.enable_retries", 1),
         # A batch must fit, or gRPC gives up the right to send it again.
@@ -157,6 +157,11 @@ def open_channel(address: str, tls: Tls | None) -> grpc.aio.Channel:
         # Clients of one process would otherwise share a connection and each other's back-off.
         ("grpc.use_local_subchannel_pool", 1),
     ]
+
+
+def open_channel(address: str, tls: Tls | None) -> grpc.aio.Channel:
+    """A channel that keeps itself alive through load balancers and finds a restarted server soon."""
+    options = channel_options()
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
     if tls.server_name:
