@@ -160,10 +160,12 @@ async def test_acknowledgements_go_by_the_primary_key(explained: Any, conn: asyn
     token = uuid4()
     await _publish_many(conn)
     await insert(conn, 1000, event="n + 100000")
-    await conn.execute(
-        "UPDATE noetl.outbox SET status = 'IN_FLIGHT', claim_token = $1 WHERE status = 'PENDING'", token
-    )
+    # The planner then takes the index of leases for empty.
     await conn.execute("ANALYZE noetl.outbox")
+    await conn.execute(
+        "UPDATE noetl.outbox SET status = 'IN_FLIGHT', claim_token = $1, lease_expires_at = now() WHERE status = 'PENDING'",
+        token,
+    )
     ids = list(range(30_001, 30_101))
 
     for name, arguments in (
@@ -173,6 +175,7 @@ async def test_acknowledgements_go_by_the_primary_key(explained: Any, conn: asyn
         ("read_holders", (ids,)),
         ("extend_rows", (ids, token, LEASE)),
         ("release_rows", (ids, token)),
+        ("abandon_rows", (ids, token, 20, "x")),
         ("fail_rows", (ids, ["x"] * 100, [1] * 100, [False] * 100)),
     ):
         nodes = await explained(name, *arguments)
