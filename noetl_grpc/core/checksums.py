@@ -38,7 +38,10 @@ class Checksums:
 def state_checksum(state: Mapping[str, Any]) -> Steps[tuple[str, bytes]]:
     """The checksum over all of it, and the text that was hashed."""
     floats = yield from _floats_of(state)
-    text = yield from _state_text(state, floats)
+    if sum(len(state[surface]) for surface in SURFACES) <= _ENTRIES_PER_PIECE:
+        text = canonical_json(state, holds_float=any(floats.values()) or _rest_holds_float(state))
+    else:
+        text = yield from _state_text(state, floats)
     return hashlib.sha256(text).hexdigest(), text
 
 
@@ -93,6 +96,10 @@ def _surface_holds_float(surface: str, entries: Mapping[str, JsonObject]) -> Ste
                     return True
         yield
     return False
+
+
+def _rest_holds_float(state: Mapping[str, Any]) -> bool:
+    return any(contains_float(value) for key, value in state.items() if key not in SURFACES)
 
 
 def _state_pieces(state: Mapping[str, Any], floats: Mapping[str, bool]) -> Iterator[bytes]:

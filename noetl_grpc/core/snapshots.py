@@ -2,12 +2,14 @@
 
 A snapshot row holds the state of an execution under the union rules, sealed with a digest of the whole row. JSONB
 keeps no order of keys, and the order in which ids were first touched can decide a checksum, so the order is kept
-beside the state where they differ. A seed is used only if it proves to be what we would have folded ourselves.
+beside the state where they differ. It also makes integers of very large floats; the text of a state that has one is
+kept as it was hashed. A seed is used only if it proves to be what we would have folded ourselves.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -139,7 +141,14 @@ def write(folded: Folded) -> SnapshotRow:
         "event_count": folded.event_count,
         "log_snapshot": folded.log_snapshot,
     }
-    order = {surface: list(state[surface]) for surface in SURFACES if not _is_in_jsonb_order(state[surface])}
+    keeps_text = _has_odd_number(folded.text)
+    if keeps_text:
+        meta["text"] = folded.text.decode()
+    order = {
+        surface: list(state[surface])
+        for surface in SURFACES
+        if keeps_text or not _is_in_jsonb_order(state[surface])
+    }
     if order:
         meta["order"] = order
     if folded.warnings:
@@ -176,6 +185,8 @@ def read(row: SnapshotRow) -> Snapshot | SeedOutcome:
     ):
         return SeedOutcome.TAMPERED
     try:
+        if isinstance(meta.get("text"), str):
+            state = json.loads(meta["text"])
         kept = {key: value for key, value in state.items() if key not in CHECKSUM_KEYS}
         for surface, keys in meta.get("order", {}).items():
             kept[surface] = {key: kept[surface][key] for key in keys} | kept[surface]
@@ -206,6 +217,11 @@ def usability(snapshot: Snapshot, *, registry_digest: str, rules: FoldRules) -> 
     if snapshot.registry_digest != registry_digest:
         return SeedOutcome.REGISTRY_DIGEST
     return SeedOutcome.USED
+
+
+def _has_odd_number(text: bytes) -> bool:
+    """Whether there may be a number that JSONB gives back as another one: 1e+16 as an integer, -0.0 without its sign."""
+    return b"e+" in text or b"-0.0" in text
 
 
 def _object(text: str) -> dict[str, Any] | None:

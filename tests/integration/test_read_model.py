@@ -426,6 +426,29 @@ async def test_the_order_of_first_touch_survives_jsonb(model: ReadModel, conn: a
     assert stored == log
 
 
+@pytest.mark.parametrize(
+    "number",
+    ["123456789012345678.5", "10000000000000000.0", "1e300", "1.5e-9", "-0.0", "12345678901234567890123"],
+)
+async def test_numbers_survive_jsonb(model: ReadModel, conn: asyncpg.Connection, number: str) -> None:
+    for event_id, object_id in ((1, "9"), (2, "10"), (3, "9")):
+        named = f'{{"type": "order", "id": "{object_id}", "attributes": {{"total": {number}}}}}'
+        await conn.execute(
+            "INSERT INTO noetl.event (execution_id, event_id, catalog_id, event_type, meta)"
+            " VALUES ($1, $2, $3, 'order.updated', $4)",
+            EXECUTION_ID,
+            event_id,
+            CATALOG_ID,
+            f'{{"business_object": {named}}}',
+        )
+        outcome = await _advance(model)
+
+    assert not outcome.rebuilt
+    stored, log = await _checksums(model)
+    assert stored == log
+    assert (await model.get(DEFAULT, EXECUTION_ID)).checksums.value == log
+
+
 def test_a_row_of_somebody_else_is_no_seed() -> None:
     row = snapshots.SnapshotRow(1, 5, '{"event_count": 3}', "x", '{"upcaster_registry_digest": "y"}')
 
