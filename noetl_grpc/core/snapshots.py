@@ -220,7 +220,7 @@ def usability(snapshot: Snapshot, *, registry_digest: str, rules: FoldRules) -> 
 
 
 def _has_odd_number(text: bytes) -> bool:
-    """Whether there may be a number that JSONB gives back as another one: 1e+16 as an integer, -0.0 without its sign."""
+    """Whether JSONB may give a number back as another one: 1e+16 as an integer, -0.0 without its sign."""
     return b"e+" in text or b"-0.0" in text
 
 

@@ -163,7 +163,8 @@ async def test_acknowledgements_go_by_the_primary_key(explained: Any, conn: asyn
     # The planner then takes the index of leases for empty.
     await conn.execute("ANALYZE noetl.outbox")
     await conn.execute(
-        "UPDATE noetl.outbox SET status = 'IN_FLIGHT', claim_token = $1, lease_expires_at = now() WHERE status = 'PENDING'",
+        "UPDATE noetl.outbox SET status = 'IN_FLIGHT', claim_token = $1, lease_expires_at = now()"
+        " WHERE status = 'PENDING'",
         token,
     )
     ids = list(range(30_001, 30_101))
