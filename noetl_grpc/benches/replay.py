@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from contextlib import AsyncExitStack
 from typing import Any
 
 import asyncpg
 import grpc
+from noetlpb.v1 import projection_pb2, projection_pb2_grpc
 from noetlpb.v1 import replay_pb2 as pb
 from noetlpb.v1 import replay_pb2_grpc as rpc
 
@@ -18,10 +19,17 @@ from noetl_grpc.dev.databases import create_database
 from noetl_grpc.dev.postgres import Postgres
 from noetl_grpc.dev.sample_log import write_sample_log
 
-SUMMARY = "Replaying a long execution with all surfaces, against fetching the same rows."
+SUMMARY = (
+    "Replaying a long execution, against fetching the same rows; from a snapshot, against doing without."
+)
 
 TOKEN = "bench"
+METADATA = (("authorization", f"Bearer {TOKEN}"),)
 EXECUTION_ID = 382_000_000_000_000_000
+#: Of a state that stays small however long the log is, as in a service that works for months.
+STEADY_ID = EXECUTION_ID + 1
+NEW_EVENTS = 100
+CALL_SECONDS = 300
 #: The columns that a fold reads, as they are stored.
 FETCH = """
 SELECT event_id, event_type, status, node_name, meta, payload_ref, result, stage_id, frame_id, command_id,
@@ -50,33 +58,53 @@ async def run(options: Options) -> list[Case]:
         )
         conn = await asyncpg.connect(url)
         stack.push_async_callback(conn.close)
-        options.progress("writing the log")
+        options.progress("writing the logs")
         await write_sample_log(conn, EXECUTION_ID, last=events)
+        steady = events - NEW_EVENTS
+        await write_sample_log(conn, STEADY_ID, last=steady, events_per_stage=events // 5)
         await conn.execute("VACUUM ANALYZE noetl.event", timeout=120)
+        await projection_pb2_grpc.ProjectionServiceStub(channel).AdvanceProjections(
+            projection_pb2.AdvanceProjectionsRequest(execution_ids=[STEADY_ID]),
+            metadata=METADATA,
+            timeout=CALL_SECONDS,
+        )
+        await write_sample_log(conn, STEADY_ID, first=steady + 1, last=events, events_per_stage=events // 5)
         stub = rpc.ReplayServiceStub(channel)
 
-        async def replay() -> None:
+        async def replay(execution_id: int, *, seeded: bool = False) -> None:
             answer = await stub.ReplayState(
-                pb.ReplayStateRequest(execution_id=EXECUTION_ID, use_snapshot=False),
-                metadata=(("authorization", f"Bearer {TOKEN}"),),
-                timeout=300,
+                pb.ReplayStateRequest(execution_id=execution_id, use_snapshot=seeded),
+                metadata=METADATA,
+                timeout=CALL_SECONDS,
             )
-            if answer.state.event_count != events:
+            if answer.state.event_count != events or answer.state.HasField("seed") != seeded:
                 raise RuntimeError(f"{answer.state.event_count} of {events} events were folded")
 
         async def fetch() -> None:
             await conn.fetch(FETCH, EXECUTION_ID)
 
         cold: list[tuple[float, float]] = []
+        warm: list[tuple[float, float]] = []
         for number in range(-1, rounds):
             options.progress("rounds", max(number, 0), rounds)
-            pair = events / await _seconds(replay), events / await _seconds(fetch)
+            pair = events / await _seconds(replay(EXECUTION_ID)), events / await _seconds(fetch())
+            seeded = await _seconds(replay(STEADY_ID, seeded=True))
+            whole = await _seconds(replay(STEADY_ID))
             if number >= 0:  # the first round warms everything up
                 cold.append(pair)
-    return [faster("cold", "events/s", cold, goal=0.22)]
+                warm.append((1 / seeded, 1 / whole))
+    return [
+        faster("cold", "events/s", cold, goal=0.22),
+        faster(
+            f"the last {NEW_EVENTS} events from a snapshot",
+            "replays/s",
+            warm,
+            goal=None if options.quick else 50.0,
+        ),
+    ]
 
 
-async def _seconds(work: Callable[[], Awaitable[Any]]) -> float:
+async def _seconds(work: Awaitable[Any]) -> float:
     began = time.perf_counter()
-    await work()
+    await work
     return time.perf_counter() - began
