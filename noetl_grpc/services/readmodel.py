@@ -28,8 +28,10 @@ from noetl_grpc.storage.pool import Connection, Pool, Shards
 from noetl_grpc.storage.projections import StoredRow
 from noetl_grpc.storage.replay import START, collector_held, fold_log, in_steps
 
-#: Executions that are folded in one transaction.
-SLICE_EXECUTIONS = 100
+#: Executions that are folded in one transaction: at first, at most, and by what their states weigh together.
+SLICE_FIRST = 50
+SLICE_MAX = 500
+SLICE_BYTES = 8 * 1024 * 1024
 PAGE_ROWS = 2000
 TRIES_MAX = 3
 
@@ -87,34 +89,40 @@ class ReadModel:
         self, pool: Pool, tenant: Tenant, ids: Sequence[int]
     ) -> list[Advanced | NotAdvanced] | Unavailable:
         outcomes: list[Advanced | NotAdvanced] = []
+        size = SLICE_FIRST
         try:
-            for start in range(0, len(ids), SLICE_EXECUTIONS):
-                outcomes += await self._advance_slice(pool, tenant, ids[start : start + SLICE_EXECUTIONS])
+            while len(outcomes) < len(ids):
+                done = len(outcomes)
+                more, weight = await self._advance_slice(pool, tenant, ids[done : done + size])
+                outcomes += more
+                size = min(SLICE_MAX, max(1, len(more) * SLICE_BYTES // max(weight, 1)))
         except Unavailable as error:
             return error
         return outcomes
 
     async def _advance_slice(
         self, pool: Pool, tenant: Tenant, ids: Sequence[int]
-    ) -> list[Advanced | NotAdvanced]:
+    ) -> tuple[list[Advanced | NotAdvanced], int]:
+        """What became of each, and how many bytes their states have."""
         for attempt in range(TRIES_MAX):
             try:
                 return await self._advance_once(pool, tenant, ids)
             except Conflict as error:
                 if attempt + 1 == TRIES_MAX:
-                    return [NotAdvanced(item, "CONFLICT", error.message) for item in ids]
+                    return [NotAdvanced(item, "CONFLICT", error.message) for item in ids], 0
             except EventMalformed as error:
                 if len(ids) == 1:
-                    return [NotAdvanced(ids[0], "EVENT_MALFORMED", error.message)]
+                    return [NotAdvanced(ids[0], "EVENT_MALFORMED", error.message)], 0
                 # One bad execution never stops the rest.
-                return [
-                    outcome for item in ids for outcome in await self._advance_slice(pool, tenant, [item])
-                ]
+                alone = [await self._advance_slice(pool, tenant, [item]) for item in ids]
+                return [outcome for outcomes, _ in alone for outcome in outcomes], sum(
+                    weight for _, weight in alone
+                )
         raise AssertionError("unreachable")
 
     async def _advance_once(
         self, pool: Pool, tenant: Tenant, ids: Sequence[int]
-    ) -> list[Advanced | NotAdvanced]:
+    ) -> tuple[list[Advanced | NotAdvanced], int]:
         async with self._folding:
             async with pool.transaction(isolation="repeatable_read", readonly=True) as conn:
                 has_xact_id = await cursors.can_follow_snapshots(conn)
@@ -126,7 +134,9 @@ class ReadModel:
                 if _is_news(folding):
                     folded = await in_steps(snapshots.folded_of(folding.fold, log_snapshot=log_snapshot))
                     rows.append(snapshots.write(folded))
-        return await self._save(pool, tenant, foldings, rows)
+        weight = sum(len(found.row.snapshot_json) for found in stored.values())
+        weight = max(weight, sum(len(row.snapshot_json) for row in rows))
+        return await self._save(pool, tenant, foldings, rows), weight
 
     async def _save(
         self, pool: Pool, tenant: Tenant, foldings: Mapping[int, _Folding], rows: Sequence[SnapshotRow]
