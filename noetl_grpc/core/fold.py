@@ -6,9 +6,11 @@ stored state, with the same result. Nothing here waits, looks at a clock or know
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from noetl_grpc.core.canonical import Json, JsonObject, copy_json
@@ -150,10 +152,7 @@ class Fold:
         if not rows:
             return ()
         columns: list[Sequence[Any]] = [*zip(*rows, strict=True)]
-        del columns[len(FoldEvent._fields) :]
-        for index, name in _JSON_COLUMNS:
-            columns[index] = decode_column(columns[index], partial(self._undecodable, columns[0], name))
-        return zip(*columns, strict=True)
+        return _decode_columns(columns, partial(self._undecodable, columns[0]))
 
     def decode_documents(self, rows: Iterable[Mapping[str, Any]], names: Iterable[str]) -> list[JsonObject]:
         """Rows by column name, with the JSON columns of these names as values."""
@@ -166,8 +165,12 @@ class Fold:
                 event[name] = value
         return events
 
+    def note_problem(self, event_id: int, path: str, problem: str) -> None:
+        """Something in an event was passed over."""
+        self._numbers.problem(event_id, path, problem)
+
     def _undecodable(self, event_ids: Sequence[int], name: str, row: int, problem: str) -> None:
-        self._numbers.problem(event_ids[row], name, problem)
+        self.note_problem(event_ids[row], name, problem)
 
     def apply(self, events: Iterable[FoldEvent | tuple[Any, ...]]) -> None:
         """Fold events that come in order; see `in_order`."""
@@ -278,6 +281,30 @@ class Fold:
         restarts = status == "RUNNING" and execution["status"] in TERMINAL
         if not restarts or self.rules.value.terminal_can_restart:
             execution["status"] = status
+
+
+def apply_to_each(folds: Mapping[int, Fold], rows: Sequence[Sequence[Any]]) -> None:
+    """Fold a page of rows of several executions; each begins with its execution and goes on as in `Fold.decode`."""
+    if not rows:
+        return
+    columns: list[Sequence[Any]] = [*zip(*rows, strict=True)]
+    executions = columns.pop(0)
+
+    def undecodable(name: str, row: int, problem: str) -> None:
+        folds[executions[row]].note_problem(columns[0][row], name, problem)
+
+    events = zip(executions, _decode_columns(columns, undecodable), strict=True)
+    for execution_id, group in groupby(events, key=itemgetter(0)):
+        folds[execution_id].apply(map(itemgetter(1), group))
+
+
+def _decode_columns(
+    columns: list[Sequence[Any]], on_malformed: Callable[[str, int, str], None]
+) -> Iterable[tuple[Any, ...]]:
+    del columns[len(FoldEvent._fields) :]
+    for index, name in _JSON_COLUMNS:
+        columns[index] = decode_column(columns[index], partial(on_malformed, name))
+    return zip(*columns, strict=True)
 
 
 def in_order(events: Iterable[FoldEvent]) -> list[FoldEvent]:

@@ -1,14 +1,13 @@
 """A stored state: how it is written down, and whether a fold may go on from it.
 
-A snapshot row holds the state of an execution under the union rules, sealed with a digest of the whole row. JSONB
-keeps no order of keys, and the order in which ids were first touched can decide a checksum, so the order is kept
-beside the state where they differ. It also makes integers of very large floats; the text of a state that has one is
-kept as it was hashed. A seed is used only if it proves to be what we would have folded ourselves.
+A snapshot row holds the state of an execution under the union rules with its checksum, and what belongs to it under a
+seal. JSONB keeps no order of keys, and the order in which ids were first touched can decide a checksum, so the order is
+kept beside the state where they differ. It also makes integers of very large floats; the text of a state that has one
+is kept as it was hashed. A seed is used only if it proves to be what we would have folded ourselves.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,11 +17,10 @@ from typing import Any
 
 import orjson
 
-from noetl_grpc.core.canonical import JsonObject
+from noetl_grpc.core.canonical import JsonObject, canonical_json, sha256_hex
 from noetl_grpc.core.checksums import ALGORITHM, Steps, state_checksum
 from noetl_grpc.core.decode import decode_column
 from noetl_grpc.core.fold import CHECKSUM_KEYS, FOLD_VERSION, SURFACES, Fold
-from noetl_grpc.core.following import is_snapshot
 from noetl_grpc.core.numbers import FoldWarning
 from noetl_grpc.core.rules import FoldRules
 
@@ -49,15 +47,12 @@ class SnapshotRow:
     version: int
     snapshot_json: str
     checksum: str
-    #: Without the seal.
     meta_json: str
-    #: Digest of both documents as the database prints them, which it adds when it stores them.
-    seal: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A row that is sealed, of our shape and our fold version."""
+    """A row that is what it says, of our shape and our fold version."""
 
     execution_id: int
     #: Highest event id folded.
@@ -154,6 +149,7 @@ def write(folded: Folded) -> SnapshotRow:
     if folded.warnings:
         meta["warnings"] = [[item.event_id, item.path, item.problem] for item in folded.warnings]
         meta["warnings_left_out"] = folded.warnings_left_out
+    meta["sha256"] = _seal(folded.checksum, meta)
     return SnapshotRow(
         execution_id=folded.execution_id,
         version=folded.version,
@@ -163,51 +159,88 @@ def write(folded: Folded) -> SnapshotRow:
     )
 
 
-def read(row: SnapshotRow) -> Snapshot | SeedOutcome:
+def snapshot_of(folded: Folded) -> Snapshot:
+    """What reading the row of a state would give; they share it."""
+    return Snapshot(
+        execution_id=folded.execution_id,
+        version=folded.version,
+        event_count=folded.event_count,
+        checksum=folded.checksum,
+        log_snapshot=folded.log_snapshot,
+        fold_version=FOLD_VERSION,
+        rules=RULES.value.name,
+        registry_digest=str(folded.state["upcaster_registry_digest"]),
+        state=folded.state,
+        warnings=tuple(folded.warnings),
+        warnings_left_out=folded.warnings_left_out,
+    )
+
+
+def read(row: SnapshotRow) -> Steps[Snapshot | SeedOutcome]:
     """The snapshot of a row, or why it can't be one of ours."""
-    meta, state = (_object(text) for text in (row.meta_json, row.snapshot_json))
-    if meta is None or state is None:
+    meta, stored = (_object(text) for text in (row.meta_json, row.snapshot_json))
+    if meta is None or stored is None:
         return SeedOutcome.TAMPERED
     if meta.get("projector") != "noetl_grpc" or meta.get("fold_version") != FOLD_VERSION:
         return SeedOutcome.FOLD_VERSION
-    sealed = hashlib.sha256(f"{row.snapshot_json}\n{row.meta_json}".encode()).hexdigest()
-    event_count, log_snapshot = meta.get("event_count"), meta.get("log_snapshot")
-    if (
-        sealed != row.seal
-        or not isinstance(event_count, int)
-        or state.get("checksum") != row.checksum
-        or state.get("event_count") != event_count
-        or state.get("last_event_id") != row.version
-        or state.get("execution_id") != row.execution_id
-        or not (log_snapshot is None or (isinstance(log_snapshot, str) and is_snapshot(log_snapshot)))
-        or not all(isinstance(state.get(surface), dict) for surface in SURFACES)
-        or not isinstance(state.get("execution"), dict)
-    ):
+    if meta.pop("sha256", None) != _seal(row.checksum, meta):
         return SeedOutcome.TAMPERED
+    # What the seal covers is as we wrote it; the state proves itself by its checksum.
     try:
-        if isinstance(meta.get("text"), str):
-            state = json.loads(meta["text"])
-        kept = {key: value for key, value in state.items() if key not in CHECKSUM_KEYS}
-        for surface, keys in meta.get("order", {}).items():
-            kept[surface] = {key: kept[surface][key] for key in keys} | kept[surface]
-        warnings = tuple(
-            FoldWarning(int(item[0]), str(item[1]), str(item[2])) for item in meta.get("warnings", ())
-        )
-    except (AttributeError, KeyError, TypeError, ValueError, IndexError):
+        state = _restored(stored, meta)
+        checksum, _ = yield from state_checksum(state)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return SeedOutcome.TAMPERED
+    if (
+        not checksum == stored.get("checksum") == row.checksum
+        or state["last_event_id"] != row.version
+        or state["execution_id"] != row.execution_id
+    ):
         return SeedOutcome.TAMPERED
     return Snapshot(
         execution_id=row.execution_id,
         version=row.version,
-        event_count=event_count,
+        event_count=meta["event_count"],
         checksum=row.checksum,
-        log_snapshot=log_snapshot,
+        log_snapshot=meta["log_snapshot"],
         fold_version=FOLD_VERSION,
-        rules=str(meta.get("rules")),
-        registry_digest=str(meta.get("upcaster_registry_digest")),
-        state=kept,
-        warnings=warnings,
-        warnings_left_out=int(meta.get("warnings_left_out") or 0),
+        rules=meta["rules"],
+        registry_digest=str(meta["upcaster_registry_digest"]),
+        state=state,
+        warnings=tuple(FoldWarning(*item) for item in meta.get("warnings", ())),
+        warnings_left_out=meta.get("warnings_left_out", 0),
     )
+
+
+def _restored(stored: JsonObject, meta: JsonObject) -> JsonObject:
+    """The state as it was before it went through JSONB."""
+    state = {key: value for key, value in stored.items() if key not in CHECKSUM_KEYS}
+    if "text" in meta:
+        told, state = state, json.loads(meta["text"])
+        if not _agree(told, state):
+            raise ValueError("the stored state is not that of the text")
+    for surface, keys in meta.get("order", {}).items():
+        state[surface] = {key: state[surface][key] for key in keys} | state[surface]
+    return state
+
+
+def _agree(told: Any, meant: Any) -> bool:
+    """Whether two documents are the same but for the form of their floats."""
+    if isinstance(meant, dict):
+        return (
+            isinstance(told, dict)
+            and told.keys() == meant.keys()
+            and all(_agree(told[key], value) for key, value in meant.items())
+        )
+    if isinstance(meant, list):
+        return isinstance(told, list) and len(told) == len(meant) and all(map(_agree, told, meant))
+    if isinstance(meant, float):
+        return isinstance(told, int | float) and float(told) == meant
+    return type(told) is type(meant) and bool(told == meant)
+
+
+def _seal(checksum: str, meta: Mapping[str, Any]) -> str:
+    return sha256_hex(checksum.encode() + canonical_json(meta, holds_float=False))
 
 
 def usability(snapshot: Snapshot, *, registry_digest: str, rules: FoldRules) -> SeedOutcome:

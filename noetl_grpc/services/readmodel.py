@@ -7,25 +7,24 @@ What that snapshot shows is in the state and nothing else is; so a straggler, ho
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from operator import itemgetter
 
 from noetl_grpc.core import snapshots
 from noetl_grpc.core.access import Tenant
-from noetl_grpc.core.checksums import checksums_of
+from noetl_grpc.core.checksums import Steps, checksums_of
 from noetl_grpc.core.cutoff import EVERYTHING, Scope
-from noetl_grpc.core.fold import Fold, Identity
+from noetl_grpc.core.fold import Fold, Identity, apply_to_each
 from noetl_grpc.core.projections import Advanced, Check, NotAdvanced, Projection, Verified
 from noetl_grpc.core.snapshots import RULES, Folded, SeedOutcome, Snapshot, SnapshotRow
 from noetl_grpc.core.upcast import Registry
 from noetl_grpc.errors import Conflict, EventMalformed, NotFound, Unavailable
 from noetl_grpc.metrics import Metrics
+from noetl_grpc.services.hot_states import HotState, HotStates
 from noetl_grpc.services.seeds import Seeds
 from noetl_grpc.storage import cursors, projections
 from noetl_grpc.storage.pool import Connection, Pool, Shards
-from noetl_grpc.storage.projections import StoredRow
+from noetl_grpc.storage.projections import Coverage, StoredRow
 from noetl_grpc.storage.replay import START, collector_held, fold_log, in_steps
 
 #: Executions that are folded in one transaction: at first, at most, and by what their states weigh together.
@@ -37,12 +36,36 @@ TRIES_MAX = 3
 
 
 @dataclass(frozen=True, slots=True)
+class _Found:
+    """A stored snapshot, as far as it is one, and whether a fold may go on from it."""
+
+    snapshot: Snapshot | None
+    outcome: SeedOutcome
+    text_bytes: int
+    hot: HotState | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class _Folding:
     """A fold that is under way or done, and what it began from."""
 
     fold: Fold
     seed: Snapshot | None
     seed_outcome: SeedOutcome
+
+    @property
+    def is_news(self) -> bool:
+        """Whether it covers more than what is stored."""
+        count = self.fold.state["event_count"]
+        return bool(count) and (self.seed is None or count > self.seed.event_count)
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A state that is to be stored, and its row."""
+
+    folded: Folded
+    row: SnapshotRow
 
 
 class ReadModel:
@@ -63,6 +86,7 @@ class ReadModel:
         self._registry = registry
         self._metrics = metrics
         self._folding = folding
+        self._hot = HotStates()
 
     async def advance(self, tenant: Tenant, execution_ids: Sequence[int]) -> list[Advanced | NotAdvanced]:
         """Bring the snapshots of these executions up to date, in the order first seen."""
@@ -127,28 +151,73 @@ class ReadModel:
             async with pool.transaction(isolation="repeatable_read", readonly=True) as conn:
                 has_xact_id = await cursors.can_follow_snapshots(conn)
                 log_snapshot = await projections.log_snapshot(conn) if has_xact_id else None
-                stored = await projections.read_snapshots(conn, tenant, ids)
-                foldings = await self._fold(conn, tenant, ids, stored, has_xact_id=has_xact_id)
-            rows: list[SnapshotRow] = []
-            for folding in foldings.values():
-                if _is_news(folding):
-                    folded = await in_steps(snapshots.folded_of(folding.fold, log_snapshot=log_snapshot))
-                    rows.append(snapshots.write(folded))
-        weight = sum(len(found.row.snapshot_json) for found in stored.values())
-        weight = max(weight, sum(len(row.snapshot_json) for row in rows))
-        return await self._save(pool, tenant, foldings, rows), weight
+                found = await self._find(conn, tenant, ids)
+                foldings = await self._fold(conn, tenant, ids, found, has_xact_id=has_xact_id)
+            news = [folding.fold for folding in foldings.values() if folding.is_news]
+            drafts = await in_steps(_drafts(news, log_snapshot=log_snapshot))
+        places, covered = await self._save(pool, tenant, drafts)
+        self._keep_hot(tenant, foldings, found, drafts, places)
+        weight = max(
+            sum(one.text_bytes for one in found.values()), sum(len(draft.folded.text) for draft in drafts)
+        )
+        return self._outcomes(foldings, places, covered), weight
+
+    async def _find(self, conn: Connection, tenant: Tenant, ids: Sequence[int]) -> dict[int, _Found]:
+        """The stored snapshots. One that this process stored itself, and nobody has touched since, is at hand."""
+        hot = self._hot.take(tenant, ids)
+        places = await projections.read_places(conn, tenant, list(hot)) if hot else {}
+        found = {
+            execution_id: _Found(state.snapshot, SeedOutcome.USED, state.text_bytes, state)
+            for execution_id, state in hot.items()
+            if places.get(execution_id) == state.place
+        }
+        others = [execution_id for execution_id in ids if execution_id not in found]
+        if others:
+            for execution_id, stored in (await projections.read_snapshots(conn, tenant, others)).items():
+                found[execution_id] = _Found(
+                    *await self._seeds.prove(stored), text_bytes=len(stored.row.snapshot_json)
+                )
+        return found
 
     async def _save(
-        self, pool: Pool, tenant: Tenant, foldings: Mapping[int, _Folding], rows: Sequence[SnapshotRow]
+        self, pool: Pool, tenant: Tenant, drafts: Sequence[_Draft]
+    ) -> tuple[Mapping[int, str], Mapping[int, Coverage]]:
+        """Where each was written, and how far those reach that had been overtaken."""
+        if not drafts:
+            return {}, {}
+        covered: Mapping[int, Coverage] = {}
+        async with pool.transaction() as conn:
+            places = await projections.save_snapshots(conn, tenant, [draft.row for draft in drafts])
+            overtaken = [draft.row.execution_id for draft in drafts if draft.row.execution_id not in places]
+            if overtaken:
+                covered = await projections.covered_versions(conn, tenant, overtaken)
+        return places, covered
+
+    def _keep_hot(
+        self,
+        tenant: Tenant,
+        foldings: Mapping[int, _Folding],
+        found: Mapping[int, _Found],
+        drafts: Sequence[_Draft],
+        places: Mapping[int, str],
+    ) -> None:
+        for execution_id, one in found.items():
+            folding = foldings[execution_id]
+            if one.hot is not None and folding.seed is one.snapshot and not folding.is_news:
+                self._hot.put(tenant, one.hot)
+        for draft in drafts:
+            if draft.row.execution_id in places:
+                place = places[draft.row.execution_id]
+                self._hot.put(
+                    tenant, HotState(place, snapshots.snapshot_of(draft.folded), len(draft.folded.text))
+                )
+
+    def _outcomes(
+        self,
+        foldings: Mapping[int, _Folding],
+        written: Container[int],
+        covered: Mapping[int, Coverage],
     ) -> list[Advanced | NotAdvanced]:
-        written: set[int] = set()
-        covered: Mapping[int, projections.Coverage] = {}
-        if rows:
-            async with pool.transaction() as conn:
-                written = await projections.save_snapshots(conn, tenant, rows)
-                overtaken = [row.execution_id for row in rows if row.execution_id not in written]
-                if overtaken:
-                    covered = await projections.covered_versions(conn, tenant, overtaken)
         outcomes: list[Advanced | NotAdvanced] = []
         for execution_id, folding in foldings.items():
             state = folding.fold.state
@@ -167,10 +236,9 @@ class ReadModel:
                     rebuilt=folding.seed is None and folding.seed_outcome is not SeedOutcome.ABSENT,
                 )
             )
-        self._metrics.projection_advanced.inc(len(written))
-        self._metrics.projection_rebuilt.inc(
-            sum(isinstance(outcome, Advanced) and outcome.rebuilt for outcome in outcomes)
-        )
+        advanced = [outcome for outcome in outcomes if isinstance(outcome, Advanced)]
+        self._metrics.projection_advanced.inc(sum(outcome.changed for outcome in advanced))
+        self._metrics.projection_rebuilt.inc(sum(outcome.rebuilt for outcome in advanced))
         return outcomes
 
     async def get(self, tenant: Tenant, execution_id: int) -> Projection:
@@ -178,7 +246,7 @@ class ReadModel:
         async with self._shards.pool_for(execution_id).acquire() as conn:
             stored = (await projections.read_snapshots(conn, tenant, [execution_id])).get(execution_id)
         if stored is not None:
-            snapshot, outcome = self._seeds.prove(stored)
+            snapshot, outcome = await self._seeds.prove(stored)
             if snapshot is not None and outcome is SeedOutcome.USED:
                 return Projection(snapshot, await in_steps(checksums_of(snapshot.state)), stored.updated_at)
         raise NotFound(
@@ -226,7 +294,7 @@ class ReadModel:
                 foldings = await self._fold(conn, tenant, [execution_id], {}, has_xact_id=has_xact_id)
             fold = foldings[execution_id].fold
             folded = await in_steps(snapshots.folded_of(fold, log_snapshot=log_snapshot))
-        outcome = self._compare(stored, folded)
+        outcome = await self._compare(stored, folded)
         repaired = False
         if repair and outcome is not Check.SAME and fold.state["event_count"]:
             mended = snapshots.write(folded)
@@ -245,10 +313,10 @@ class ReadModel:
             repaired=repaired,
         )
 
-    def _compare(self, stored: StoredRow | None, folded: Folded) -> Check:
+    async def _compare(self, stored: StoredRow | None, folded: Folded) -> Check:
         if stored is None:
             return Check.MISSING
-        snapshot, outcome = self._seeds.prove(stored)
+        snapshot, outcome = await self._seeds.prove(stored)
         if snapshot is None or outcome is not SeedOutcome.USED:
             return Check.DIFFERENT
         if snapshot.checksum == folded.checksum:
@@ -260,21 +328,18 @@ class ReadModel:
         conn: Connection,
         tenant: Tenant,
         ids: Sequence[int],
-        stored: Mapping[int, StoredRow],
+        found: Mapping[int, _Found],
         *,
         has_xact_id: bool,
     ) -> dict[int, _Folding]:
         """Fold each execution up to what the transaction sees, going on from its snapshot where that may be."""
-        proved = {item: self._seeds.prove(row) for item, row in stored.items()}
-        usable = [
-            snapshot for snapshot, outcome in proved.values() if snapshot and outcome is SeedOutcome.USED
-        ]
+        usable = [one.snapshot for one in found.values() if one.snapshot and one.outcome is SeedOutcome.USED]
         late = await projections.executions_with_stragglers(conn, tenant, usable, has_xact_id=has_xact_id)
         seeds = {snapshot.execution_id: snapshot for snapshot in usable if snapshot.execution_id not in late}
         foldings: dict[int, _Folding] = {}
         for execution_id in ids:
             seed = seeds.get(execution_id)
-            outcome = proved[execution_id][1] if execution_id in proved else SeedOutcome.ABSENT
+            outcome = found[execution_id].outcome if execution_id in found else SeedOutcome.ABSENT
             if execution_id in late:
                 outcome = SeedOutcome.STRAGGLER
             fold = Fold(
@@ -303,14 +368,17 @@ class ReadModel:
                 after = behind[execution_id]
                 await fold_log(conn, folding.fold, scope, EVERYTHING, self._registry, after_event_id=after)
             return
+        folds = {execution_id: folding.fold for execution_id, folding in foldings.items()}
         async for page in projections.events_to_fold(conn, tenant, behind, page_size=PAGE_ROWS):
             with collector_held():
-                for execution_id, rows in groupby(page, key=itemgetter(0)):
-                    foldings[execution_id].fold.apply_rows([tuple(row)[1:] for row in rows])
+                apply_to_each(folds, page)
             await asyncio.sleep(0)
 
 
-def _is_news(folding: _Folding) -> bool:
-    seed = folding.seed
-    count = folding.fold.state["event_count"]
-    return bool(count) and (seed is None or count > seed.event_count)
+def _drafts(folds: Iterable[Fold], *, log_snapshot: str | None) -> Steps[list[_Draft]]:
+    drafts = []
+    for fold in folds:
+        folded = yield from snapshots.folded_of(fold, log_snapshot=log_snapshot)
+        drafts.append(_Draft(folded, snapshots.write(folded)))
+        yield
+    return drafts

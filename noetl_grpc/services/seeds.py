@@ -11,6 +11,7 @@ from noetl_grpc.metrics import Metrics
 from noetl_grpc.storage import cursors, projections
 from noetl_grpc.storage.pool import Connection
 from noetl_grpc.storage.projections import StoredRow
+from noetl_grpc.storage.replay import in_steps
 
 
 class Seeds:
@@ -20,9 +21,9 @@ class Seeds:
         self._registry = registry
         self._metrics = metrics
 
-    def prove(self, stored: StoredRow) -> tuple[Snapshot | None, SeedOutcome]:
+    async def prove(self, stored: StoredRow) -> tuple[Snapshot | None, SeedOutcome]:
         """The snapshot of a row, if it is one of ours, and whether a fold of ours may go on from it."""
-        snapshot = snapshots.read(stored.row)
+        snapshot = await in_steps(snapshots.read(stored.row))
         if isinstance(snapshot, SeedOutcome):
             return None, snapshot
         return snapshot, snapshots.usability(snapshot, registry_digest=self._registry.digest, rules=RULES)
@@ -42,7 +43,7 @@ class Seeds:
         )
         if stored is None or stored.row.version > cutoff.event_id:
             return None, SeedOutcome.ABSENT
-        snapshot, outcome = self.prove(stored)
+        snapshot, outcome = await self.prove(stored)
         if snapshot is None or outcome is not SeedOutcome.USED:
             return None, outcome
         if cutoff.time is not None and await projections.reaches_past(

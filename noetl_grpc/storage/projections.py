@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -58,7 +58,6 @@ async def read_snapshots(
                 row["snapshot_json"],
                 row["checksum"],
                 row["meta_json"],
-                row["seal"],
             ),
             row["updated_at"],
         )
@@ -67,20 +66,34 @@ async def read_snapshots(
     }
 
 
-async def save_snapshots(conn: Connection, tenant: Tenant, rows: Sequence[SnapshotRow]) -> set[int]:
-    """Store rows that cover at least as much as what is there; the executions of those that were."""
+async def read_places(conn: Connection, tenant: Tenant, execution_ids: Sequence[int]) -> dict[int, str]:
+    """Which version of its row each stored snapshot is."""
+    keys = [aggregate_id(execution_id) for execution_id in execution_ids]
+    rows = await conn.fetch(queries["read_places"], tenant.tenant_id, tenant.organization_id, keys)
+    return _by_execution(rows, "place")
+
+
+async def save_snapshots(conn: Connection, tenant: Tenant, rows: Iterable[SnapshotRow]) -> dict[int, str]:
+    """Store rows that cover at least as much as what is there; the places of those that were, by execution."""
+    in_order = sorted(rows, key=lambda row: aggregate_id(row.execution_id))
     written = await conn.fetch(
         queries["save_snapshots"],
         tenant.tenant_id,
         tenant.organization_id,
-        [aggregate_id(row.execution_id) for row in rows],
-        [row.version for row in rows],
-        [row.snapshot_json for row in rows],
-        [row.checksum for row in rows],
-        [row.meta_json for row in rows],
+        [aggregate_id(row.execution_id) for row in in_order],
+        [row.version for row in in_order],
+        [row.snapshot_json for row in in_order],
+        [row.checksum for row in in_order],
+        [row.meta_json for row in in_order],
     )
+    return _by_execution(written, "place")
+
+
+def _by_execution(rows: Iterable[Any], column: str) -> dict[int, Any]:
     return {
-        execution_id for row in written if (execution_id := execution_id_of(row["aggregate_id"])) is not None
+        execution_id: row[column]
+        for row in rows
+        if (execution_id := execution_id_of(row["aggregate_id"])) is not None
     }
 
 

@@ -7,9 +7,17 @@ SELECT
     version,
     snapshot::text AS snapshot_json,
     checksum,
-    (meta - 'sha256')::text AS meta_json,
-    COALESCE(meta ->> 'sha256', '') AS seal,
+    meta::text AS meta_json,
     updated_at
+FROM noetl.projection_snapshot
+WHERE tenant_id = $1
+    AND organization_id = $2
+    AND aggregate_type = 'replay_state'
+    AND aggregate_id = ANY($3::text[]);
+
+-- name: read_places
+-- Which version of its row each snapshot is: whoever writes to a row, by whatever means, makes another one. $3 keys.
+SELECT aggregate_id, xmin::text || ctid::text || checksum AS place
 FROM noetl.projection_snapshot
 WHERE tenant_id = $1
     AND organization_id = $2
@@ -18,9 +26,8 @@ WHERE tenant_id = $1
 
 -- name: save_snapshots
 -- Store what covers at least as many events as what is there; an older fold never replaces a newer one. Visible sets of
--- events only grow, so equal counts mean equal events. The rows come sorted, so that two callers wait for each other
--- instead of deadlocking. The seal is of both documents as they will be read. Arrays from $3: keys, versions,
--- snapshots, checksums, metas.
+-- events only grow, so equal counts mean equal events. The keys come sorted, so that two callers wait for each other
+-- instead of deadlocking. Arrays from $3: keys, versions, snapshots, checksums, metas. Returns what `read_places` would.
 INSERT INTO noetl.projection_snapshot AS stored (
     tenant_id,
     organization_id,
@@ -37,19 +44,12 @@ SELECT
     'replay_state',
     new.aggregate_id,
     new.version,
-    new.snapshot,
-    new.checksum,
-    new.meta || jsonb_build_object(
-        'sha256', encode(sha256(convert_to(new.snapshot::text || E'\n' || new.meta::text, 'UTF8')), 'hex')
-    )
-FROM (
     -- Cast here, because PostgreSQL reads an array of texts much faster than one of documents.
-    SELECT given.aggregate_id, given.version, given.snapshot::jsonb, given.checksum, given.meta::jsonb
-    FROM unnest($3::text[], $4::bigint[], $5::text[], $6::text[], $7::text[])
-        AS given (aggregate_id, version, snapshot, checksum, meta)
-    OFFSET 0
-) AS new
-ORDER BY new.aggregate_id
+    new.snapshot::jsonb,
+    new.checksum,
+    new.meta::jsonb
+FROM unnest($3::text[], $4::bigint[], $5::text[], $6::text[], $7::text[])
+    AS new (aggregate_id, version, snapshot, checksum, meta)
 ON CONFLICT (tenant_id, organization_id, aggregate_type, aggregate_id) DO UPDATE
 SET version = excluded.version,
     snapshot = excluded.snapshot,
@@ -60,7 +60,7 @@ WHERE CASE
         WHEN jsonb_typeof(stored.meta -> 'event_count') = 'number' THEN (stored.meta ->> 'event_count')::numeric
         ELSE -1
     END <= (excluded.meta ->> 'event_count')::numeric
-RETURNING aggregate_id;
+RETURNING stored.aggregate_id, stored.xmin::text || stored.ctid::text || stored.checksum AS place;
 
 -- name: repair_snapshot
 -- Replace the very row that was found to differ, whatever it claims to cover. $4 what its checksum was, with its meta $5;
@@ -69,16 +69,14 @@ UPDATE noetl.projection_snapshot
 SET version = $6,
     snapshot = $7::jsonb,
     checksum = $8,
-    meta = $9::jsonb || jsonb_build_object(
-        'sha256', encode(sha256(convert_to($7::jsonb::text || E'\n' || $9::jsonb::text, 'UTF8')), 'hex')
-    ),
+    meta = $9::jsonb,
     updated_at = now()
 WHERE tenant_id = $1
     AND organization_id = $2
     AND aggregate_type = 'replay_state'
     AND aggregate_id = $3
     AND checksum = $4
-    AND meta - 'sha256' = $5::jsonb
+    AND meta = $5::jsonb
 RETURNING aggregate_id;
 
 -- name: covered_versions
