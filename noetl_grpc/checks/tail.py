@@ -46,6 +46,9 @@ HANDOVER_SECONDS_MAX = 5.0
 THAW_SECONDS_MAX = 20.0
 WAIT_SECONDS = 120.0
 
+#: What a statement may end with while the database is being restarted.
+DATABASE_AWAY = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError)
+
 INSERT = """
 INSERT INTO noetl.event (execution_id, catalog_id, event_id, event_type, context)
 SELECT $1, $2, event_id, $4, jsonb_build_object('text', repeat('x', 300))
@@ -237,7 +240,7 @@ class Scene:
                 try:
                     conn = conn or await asyncpg.connect(self.url, timeout=5)
                     await self._transact(conn)
-                except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError, TimeoutError):
+                except (*DATABASE_AWAY, TimeoutError):
                     # Whether it was committed, the log will tell.
                     _end(conn)
                     conn = None
@@ -388,7 +391,7 @@ class Scene:
             while True:
                 try:
                     conn = await asyncpg.connect(self.url, timeout=5)
-                except (asyncpg.PostgresError, OSError, TimeoutError):
+                except (*DATABASE_AWAY, TimeoutError):
                     await asyncio.sleep(0.1)
                     continue
                 try:

@@ -28,6 +28,7 @@ _GONE = (
     asyncpg.CrashShutdownError,
     asyncpg.IdleSessionTimeoutError,
     asyncpg.InterfaceError,
+    asyncpg.InternalClientError,  # the server said that it ends this session just when a statement was sent
     asyncpg.ReadOnlySQLTransactionError,
     asyncpg.InvalidAuthorizationSpecificationError,
     asyncpg.InvalidCatalogNameError,

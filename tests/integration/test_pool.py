@@ -68,6 +68,23 @@ async def test_a_terminated_connection_is_unavailable_and_replaced(
         assert await again.fetchval("SELECT 1") == 1
 
 
+async def test_a_session_that_is_being_ended_is_unavailable_and_replaced(pool: Pool) -> None:
+    fields = b"SFATAL\0VFATAL\0C57P01\0Mterminating connection due to administrator command\0\0"
+    farewell = b"E" + (len(fields) + 4).to_bytes(4, "big") + fields
+
+    async def ask() -> None:
+        async with pool.acquire() as conn:
+            # The server says so while nothing is asked; that it hangs up comes a moment later.
+            conn._con._protocol.data_received(farewell)
+            await conn.fetchval("SELECT 1")
+
+    with pytest.raises(DatabaseUnavailable):
+        await ask()
+
+    async with pool.acquire() as conn:
+        assert await conn.fetchval("SELECT 2") == 2
+
+
 async def test_a_deadlock_is_a_conflict(pool: Pool) -> None:
     async with pool.acquire() as conn:
         await conn.execute(

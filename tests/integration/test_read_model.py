@@ -219,6 +219,34 @@ async def test_a_damaged_row_is_no_seed_is_found_and_mended(
     assert (clean.outcome, clean.repaired) == (Check.SAME, False)
 
 
+async def test_a_row_that_anybody_changed_is_noticed_by_the_next_advance(
+    model: ReadModel, conn: asyncpg.Connection
+) -> None:
+    await insert(conn, range(1, 11))
+    await _advance(model)
+    await conn.execute(
+        "UPDATE noetl.projection_snapshot SET snapshot = jsonb_set(snapshot, '{execution,status}', '\"FAILED\"')"
+    )
+    await insert(conn, [11])
+
+    assert (await _advance(model)).rebuilt
+    stored, log = await _checksums(model)
+    assert stored == log
+
+
+async def test_callers_of_two_processes_take_turns(shards: Shards, conn: asyncpg.Connection) -> None:
+    here, there = _model(shards), _model(shards)
+    await insert(conn, range(1, 11))
+    for number, model in enumerate((here, there, here, here, there)):
+        outcome = await _advance(model)
+        assert (outcome.events, outcome.rebuilt) == (10 + number, False)
+        await insert(conn, [11 + number])
+
+    await asyncio.gather(*(_advance(model) for model in (here, there, here, there)))
+    stored, log = await _checksums(here)
+    assert stored == log
+
+
 async def test_missing_and_stale_snapshots_are_named_and_mended(
     model: ReadModel, conn: asyncpg.Connection
 ) -> None:
