@@ -35,14 +35,24 @@ class Checksums:
     canonical_json: bytes | None = None
 
 
-def state_checksum(state: Mapping[str, Any]) -> Steps[tuple[str, bytes]]:
-    """The checksum over all of it, and the text that was hashed."""
+@dataclass(frozen=True, slots=True)
+class Hashed:
+    """A checksum over all of a state, and the text that was hashed."""
+
+    checksum: str
+    text: bytes
+    holds_float: bool
+
+
+def hash_state(state: Mapping[str, Any]) -> Steps[Hashed]:
+    """The checksum over all of it."""
     floats = yield from _floats_of(state)
+    holds_float = any(floats.values()) or _rest_holds_float(state)
     if sum(len(state[surface]) for surface in SURFACES) <= _ENTRIES_PER_PIECE:
-        text = canonical_json(state, holds_float=any(floats.values()) or _rest_holds_float(state))
+        text = canonical_json(state, holds_float=holds_float)
     else:
         text = yield from _state_text(state, floats)
-    return hashlib.sha256(text).hexdigest(), text
+    return Hashed(hashlib.sha256(text).hexdigest(), text, holds_float)
 
 
 def checksums_of(state: Mapping[str, Any], *, keep_text: bool = False) -> Steps[Checksums]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import orjson
 
-from noetl_grpc.core.canonical import Json
+from noetl_grpc.core.canonical import Json, JsonObject
 
 #: Deeper documents can't be written back by a recursive encoder, wherever in a state they end up.
 DEPTH_MAX = 400
@@ -16,6 +16,7 @@ DEPTH_MAX = 400
 _DIGITS_TO_ZERO = bytes(ord("0") if ord("0") <= byte <= ord("9") else byte for byte in range(256))
 # orjson reads an integer beyond 64 bits as a float. The shortest of them has twenty digits.
 _LONG_NUMBER = b"0" * 20
+_BEFORE_A_NUMBER = b" ,:[-\n"
 
 _STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]')
 
@@ -48,18 +49,38 @@ def decode_column(texts: Sequence[str | None], on_malformed: OnMalformed) -> lis
     return [_decode_one(index, text, on_malformed) for index, text in enumerate(texts)]
 
 
+def decode_object(text: str) -> JsonObject | None:
+    """One JSON object, exactly as the standard decoder would give it; None if the text is something else."""
+    encoded = text.encode()
+    try:
+        value = orjson.loads(encoded)
+        if any(_long_numbers(encoded)):
+            value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
 def _lines_with_long_numbers(lines: bytes) -> list[int]:
-    """Lines with so many digits in a row that they may be a number orjson can't read exactly; mostly a hash."""
-    zeros = lines.translate(_DIGITS_TO_ZERO)
+    """Lines that may hold a number which orjson can't read exactly."""
     found: list[int] = []
-    line = start = 0
-    while (place := zeros.find(_LONG_NUMBER, start)) >= 0:
-        line += zeros.count(b"\n", start, place)
-        found.append(line)
-        start = zeros.find(b"\n", place)
-        if start < 0:
-            break
+    line = counted = 0
+    for place in _long_numbers(lines):
+        line += lines.count(b"\n", counted, place)
+        counted = place
+        if line not in found[-1:]:
+            found.append(line)
     return found
+
+
+def _long_numbers(text: bytes) -> Iterator[int]:
+    """Where so many digits stand in a row that they may be such a number; never inside a hash or behind a quote."""
+    zeros = text.translate(_DIGITS_TO_ZERO)
+    place = zeros.find(_LONG_NUMBER)
+    while place >= 0:
+        if place == 0 or text[place - 1] in _BEFORE_A_NUMBER:
+            yield place
+        place = zeros.find(_LONG_NUMBER, place + len(_LONG_NUMBER))
 
 
 def is_too_deep(text: str) -> bool:

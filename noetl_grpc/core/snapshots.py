@@ -18,8 +18,8 @@ from typing import Any
 import orjson
 
 from noetl_grpc.core.canonical import JsonObject, canonical_json, sha256_hex
-from noetl_grpc.core.checksums import ALGORITHM, Steps, state_checksum
-from noetl_grpc.core.decode import decode_column
+from noetl_grpc.core.checksums import ALGORITHM, Hashed, Steps, hash_state
+from noetl_grpc.core.decode import decode_object
 from noetl_grpc.core.fold import CHECKSUM_KEYS, FOLD_VERSION, SURFACES, Fold
 from noetl_grpc.core.numbers import FoldWarning
 from noetl_grpc.core.rules import FoldRules
@@ -75,12 +75,20 @@ class Folded:
 
     execution_id: int
     state: JsonObject
-    checksum: str
-    #: The text that was hashed.
-    text: bytes
+    hashed: Hashed
     log_snapshot: str | None
     warnings: Sequence[FoldWarning]
     warnings_left_out: int
+
+    @property
+    def checksum(self) -> str:
+        """Over all of the state."""
+        return self.hashed.checksum
+
+    @property
+    def text(self) -> bytes:
+        """What was hashed."""
+        return self.hashed.text
 
     @property
     def version(self) -> int:
@@ -108,12 +116,10 @@ def execution_id_of(aggregate: str) -> int | None:
 
 def folded_of(fold: Fold, *, log_snapshot: str | None) -> Steps[Folded]:
     """What a finished fold leaves to be stored."""
-    checksum, text = yield from state_checksum(fold.state)
     return Folded(
         execution_id=fold.state["execution_id"],
         state=fold.state,
-        checksum=checksum,
-        text=text,
+        hashed=(yield from hash_state(fold.state)),
         log_snapshot=log_snapshot,
         warnings=fold.noted_warnings,
         warnings_left_out=fold.warnings_left_out,
@@ -135,6 +141,7 @@ def write(folded: Folded) -> SnapshotRow:
         "upcaster_registry_digest": state["upcaster_registry_digest"],
         "event_count": folded.event_count,
         "log_snapshot": folded.log_snapshot,
+        "holds_float": folded.hashed.holds_float,
     }
     keeps_text = _has_odd_number(folded.text)
     if keeps_text:
@@ -176,9 +183,9 @@ def snapshot_of(folded: Folded) -> Snapshot:
     )
 
 
-def read(row: SnapshotRow) -> Steps[Snapshot | SeedOutcome]:
+def read(row: SnapshotRow) -> Snapshot | SeedOutcome:
     """The snapshot of a row, or why it can't be one of ours."""
-    meta, stored = (_object(text) for text in (row.meta_json, row.snapshot_json))
+    meta, stored = decode_object(row.meta_json), decode_object(row.snapshot_json)
     if meta is None or stored is None:
         return SeedOutcome.TAMPERED
     if meta.get("projector") != "noetl_grpc" or meta.get("fold_version") != FOLD_VERSION:
@@ -188,8 +195,8 @@ def read(row: SnapshotRow) -> Steps[Snapshot | SeedOutcome]:
     # What the seal covers is as we wrote it; the state proves itself by its checksum.
     try:
         state = _restored(stored, meta)
-        checksum, _ = yield from state_checksum(state)
-    except (AttributeError, KeyError, TypeError, ValueError):
+        checksum = sha256_hex(canonical_json(state, holds_float=meta["holds_float"]))
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
         return SeedOutcome.TAMPERED
     if (
         not checksum == stored.get("checksum") == row.checksum
@@ -255,12 +262,6 @@ def usability(snapshot: Snapshot, *, registry_digest: str, rules: FoldRules) -> 
 def _has_odd_number(text: bytes) -> bool:
     """Whether JSONB may give a number back as another one: 1e+16 as an integer, -0.0 without its sign."""
     return b"e+" in text or b"-0.0" in text
-
-
-def _object(text: str) -> dict[str, Any] | None:
-    problems: list[str] = []
-    (value,) = decode_column([text], lambda _, problem: problems.append(problem))
-    return value if isinstance(value, dict) and not problems else None
 
 
 def _is_in_jsonb_order(surface: Mapping[str, Any]) -> bool:

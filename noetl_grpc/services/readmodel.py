@@ -175,7 +175,7 @@ class ReadModel:
         if others:
             for execution_id, stored in (await projections.read_snapshots(conn, tenant, others)).items():
                 found[execution_id] = _Found(
-                    *await self._seeds.prove(stored), text_bytes=len(stored.row.snapshot_json)
+                    *self._seeds.prove(stored), text_bytes=len(stored.row.snapshot_json)
                 )
         return found
 
@@ -246,7 +246,7 @@ class ReadModel:
         async with self._shards.pool_for(execution_id).acquire() as conn:
             stored = (await projections.read_snapshots(conn, tenant, [execution_id])).get(execution_id)
         if stored is not None:
-            snapshot, outcome = await self._seeds.prove(stored)
+            snapshot, outcome = self._seeds.prove(stored)
             if snapshot is not None and outcome is SeedOutcome.USED:
                 return Projection(snapshot, await in_steps(checksums_of(snapshot.state)), stored.updated_at)
         raise NotFound(
@@ -294,7 +294,7 @@ class ReadModel:
                 foldings = await self._fold(conn, tenant, [execution_id], {}, has_xact_id=has_xact_id)
             fold = foldings[execution_id].fold
             folded = await in_steps(snapshots.folded_of(fold, log_snapshot=log_snapshot))
-        outcome = await self._compare(stored, folded)
+        outcome = self._compare(stored, folded)
         repaired = False
         if repair and outcome is not Check.SAME and fold.state["event_count"]:
             mended = snapshots.write(folded)
@@ -313,10 +313,10 @@ class ReadModel:
             repaired=repaired,
         )
 
-    async def _compare(self, stored: StoredRow | None, folded: Folded) -> Check:
+    def _compare(self, stored: StoredRow | None, folded: Folded) -> Check:
         if stored is None:
             return Check.MISSING
-        snapshot, outcome = await self._seeds.prove(stored)
+        snapshot, outcome = self._seeds.prove(stored)
         if snapshot is None or outcome is not SeedOutcome.USED:
             return Check.DIFFERENT
         if snapshot.checksum == folded.checksum:

@@ -11,7 +11,6 @@ from noetl_grpc.metrics import Metrics
 from noetl_grpc.storage import cursors, projections
 from noetl_grpc.storage.pool import Connection
 from noetl_grpc.storage.projections import StoredRow
-from noetl_grpc.storage.replay import in_steps
 
 
 class Seeds:
@@ -21,9 +20,9 @@ class Seeds:
         self._registry = registry
         self._metrics = metrics
 
-    async def prove(self, stored: StoredRow) -> tuple[Snapshot | None, SeedOutcome]:
+    def prove(self, stored: StoredRow) -> tuple[Snapshot | None, SeedOutcome]:
         """The snapshot of a row, if it is one of ours, and whether a fold of ours may go on from it."""
-        snapshot = await in_steps(snapshots.read(stored.row))
+        snapshot = snapshots.read(stored.row)
         if isinstance(snapshot, SeedOutcome):
             return None, snapshot
         return snapshot, snapshots.usability(snapshot, registry_digest=self._registry.digest, rules=RULES)
@@ -43,7 +42,7 @@ class Seeds:
         )
         if stored is None or stored.row.version > cutoff.event_id:
             return None, SeedOutcome.ABSENT
-        snapshot, outcome = await self.prove(stored)
+        snapshot, outcome = self.prove(stored)
         if snapshot is None or outcome is not SeedOutcome.USED:
             return None, outcome
         if cutoff.time is not None and await projections.reaches_past(

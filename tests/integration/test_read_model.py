@@ -13,7 +13,6 @@ import pytest
 
 from noetl_grpc.core import snapshots
 from noetl_grpc.core.access import Tenant
-from noetl_grpc.core.checksums import finish
 from noetl_grpc.core.projections import Advanced, Check, NotAdvanced
 from noetl_grpc.core.snapshots import SeedOutcome
 from noetl_grpc.core.upcast import Registry
@@ -479,4 +478,4 @@ async def test_numbers_survive_jsonb(model: ReadModel, conn: asyncpg.Connection,
 def test_a_row_of_somebody_else_is_no_seed() -> None:
     row = snapshots.SnapshotRow(1, 5, '{"event_count": 3}', "x", '{"upcaster_registry_digest": "y"}')
 
-    assert finish(snapshots.read(row)) is SeedOutcome.FOLD_VERSION
+    assert snapshots.read(row) is SeedOutcome.FOLD_VERSION

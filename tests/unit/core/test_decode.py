@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from noetl_grpc.core.decode import DEPTH_MAX, decode_column
+from noetl_grpc.core.decode import DEPTH_MAX, decode_column, decode_object
 from noetl_grpc.core.fold import Fold, Identity
 from noetl_grpc.core.rules import FoldRules
 from noetl_grpc.errors import EventMalformed
@@ -30,6 +30,23 @@ def test_values_are_those_of_the_standard_decoder(text: str) -> None:
     decoded = decode_column([text, None, '{"plain": 1}'], no_problem)
 
     assert repr(decoded) == repr([json.loads(text), None, {"plain": 1}])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a": 12345678901234567890123, "b": [-18446744073709551617,18446744073709551616]}',
+        '{"sha": "%s", "n":  99999999999999999999}' % ("1" * 64),
+        '{"a": 1.5, "b": "é"}',
+    ],
+)
+def test_an_object_is_that_of_the_standard_decoder(text: str) -> None:
+    assert repr(decode_object(text)) == repr(json.loads(text))
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "{", "1" * 30, '{"a":' * 5000, '{"a": %s}' % ("9" * 5000)])
+def test_what_is_no_object_is_none(text: str) -> None:
+    assert decode_object(text) is None
 
 
 def test_only_rows_with_a_long_number_are_decoded_slowly() -> None:
