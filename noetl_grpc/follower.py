@@ -104,6 +104,19 @@ class Follower:
         #: why the log can't be followed just now, for health
         self.problem: str | None = None
 
+    async def find_mode(self) -> None:
+        """Learn how the log can be followed, before anybody asks for it."""
+        async with self._pool.acquire() as conn:
+            await self._find_mode(conn)
+
+    async def _find_mode(self, conn: Connection) -> None:
+        self.mode = Mode.SNAPSHOT if await cursors.can_follow_snapshots(conn) else Mode.OVERLAP
+
+    @property
+    def misses_late_commits(self) -> bool:
+        """Whether the log has nothing to follow it by but the events' own times."""
+        return self.mode is Mode.OVERLAP
+
     def wake(self) -> None:
         """Look at once: this process has just written events."""
         self._woken.set()
@@ -158,7 +171,7 @@ class Follower:
         """Tell everybody what became visible since the last time, then take in who waits."""
         async with self._pool.acquire() as conn:
             if self._position is None:
-                self.mode = Mode.SNAPSHOT if await cursors.can_follow_snapshots(conn) else Mode.OVERLAP
+                await self._find_mode(conn)
             elif self._position.target is not None:
                 # A failure left this gap unfinished.
                 await self._read_gap(conn)

@@ -183,6 +183,7 @@ async def serving(settings: Settings, *, clock: Callable[[], float] = time.time)
         # By shard; they rest while no stream is interested.
         followers = tuple(Follower(pool) for pool in shards.pools)
         for number, follower in enumerate(followers):
+            await _until_reachable(shards.pools[number], follower.find_mode)
             await stack.enter_async_context(background(follower.run, name=f"follower of shard {number}"))
 
         if settings.metrics_address is not None:
@@ -311,6 +312,7 @@ def _add_services(
             facts,
             metrics,
             tailer=tailer or DisabledTailer(len(shards)),
+            misses_late_commits=lambda: any(follower.misses_late_commits for follower in followers),
             reconciler=Reconciler(
                 database_urls=settings.direct, broker_url=settings.nats_url, metrics=metrics
             ),

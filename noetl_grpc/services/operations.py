@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Literal, Protocol
@@ -85,9 +85,17 @@ class OperationsServicer(rpc.OperationsServiceServicer):
     """Serves noetlpb.v1.OperationsService."""
 
     def __init__(
-        self, facts: ServerFacts, metrics: Metrics, *, tailer: TailerDesk, reconciler: ReconcilerDesk
+        self,
+        facts: ServerFacts,
+        metrics: Metrics,
+        *,
+        tailer: TailerDesk,
+        misses_late_commits: Callable[[], bool],
+        reconciler: ReconcilerDesk,
     ) -> None:
+        """`misses_late_commits` tells whether streams of events follow a log without xact_id."""
         self._metrics = metrics
+        self._misses_late_commits = misses_late_commits
         self._tailer = tailer
         self._reconciler = reconciler
         self._instance = uuid.uuid4().hex
@@ -102,7 +110,9 @@ class OperationsServicer(rpc.OperationsServiceServicer):
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, context: Context
     ) -> pb.GetServerInfoResponse:
-        self._info.tailer_mode = _MODES[self._tailer.mode]
+        # A server without a tailer has streams too, and whoever reads them must know.
+        mode = Mode.OVERLAP if self._misses_late_commits() else self._tailer.mode
+        self._info.tailer_mode = _MODES[mode]
         return self._info
 
     async def GetServerMetrics(

@@ -41,6 +41,17 @@ async def test_it_knows_the_server(client: NoetlClient) -> None:
     assert await client.health("noetlpb.v1.OutboxService")
 
 
+async def test_a_server_whose_streams_may_miss_events_says_so(
+    settings: Settings, conn: asyncpg.Connection, start_server: StartServer
+) -> None:
+    await conn.execute("ALTER TABLE noetl.event DROP COLUMN xact_id")
+
+    server = await start_server(settings)
+
+    async with NoetlClient(server.address, token=TOKEN) as client:
+        assert (await client.operations.server_info()).tailer_mode is TailerMode.OVERLAP
+
+
 async def test_errors_are_ours_with_reason_and_metadata(
     client: NoetlClient, conn: asyncpg.Connection
 ) -> None:

@@ -83,7 +83,9 @@ class GetServerInfoResponse(message.Message):
     shards: builtins.int
     """Number of shards, at least 1."""
     tailer_mode: TailerMode.ValueType
-    """How this server follows the log; it holds for its streams too."""
+    """How this server follows the log. `TAILER_MODE_OVERLAP` holds for its streams too, and is told also where the
+    tailer is disabled.
+    """
     @builtins.property
     def limits(self) -> ServerLimits:
         """What requests are held to."""
