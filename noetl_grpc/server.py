@@ -256,7 +256,7 @@ def _add_services(
     followers: Sequence[Follower],
     tailer: Tailer | None,
 ) -> None:
-    """Register every service. One that is not built yet is its generated base, which answers UNIMPLEMENTED."""
+    """Register every service."""
     facts = ServerFacts(
         version=version("noetl-grpc"),
         api_version=API_VERSION,
