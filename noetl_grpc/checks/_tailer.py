@@ -1,4 +1,4 @@
-"""A tailer and nothing else, to be killed. `python -m noetl_grpc.checks._tailer DATABASE_URL BROKER_URL`"""
+"""A tailer and nothing else, to be killed. `python -m noetl_grpc.checks._tailer DATABASE_URL BROKER_URL [backfill]`"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from noetl_grpc.settings import EventStreamSettings
 from noetl_grpc.tailer import ShardTailer, TailerOptions
 
 
-async def main(database_url: str, broker_url: str) -> None:
+async def main(database_url: str, broker_url: str, *, backfill: bool) -> None:
     """Tail until killed."""
 
     async def ignore() -> None:
@@ -24,7 +24,7 @@ async def main(database_url: str, broker_url: str) -> None:
             broker_url=broker_url,
             batch_size=stream.batch_size,
             poll_seconds=stream.poll_ms / 1000,
-            backfill=False,
+            backfill=backfill,
             dedup_seconds=stream.dedup_seconds,
             retention_seconds=stream.retention_seconds,
         ),
@@ -37,4 +37,4 @@ async def main(database_url: str, broker_url: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], sys.argv[2]))
+    asyncio.run(main(sys.argv[1], sys.argv[2], backfill="backfill" in sys.argv[3:]))

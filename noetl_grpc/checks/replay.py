@@ -6,7 +6,6 @@ import asyncio
 import time
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
@@ -16,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from noetlpb.v1 import replay_pb2 as pb
 from noetlpb.v1 import replay_pb2_grpc as rpc
 
+from noetl_grpc.checks._memory import Memory
 from noetl_grpc.checks.frame import Progress, Size, Verdict
 from noetl_grpc.dev.child import server_process
 from noetl_grpc.dev.databases import create_database
@@ -191,20 +191,3 @@ async def _check_health(stub: Any, seconds: list[float]) -> None:
         await stub.Check(health_pb2.HealthCheckRequest(), timeout=30)
         seconds.append(time.perf_counter() - began)
         await asyncio.sleep(HEALTH_EVERY_SECONDS)
-
-
-class Memory:
-    """How far a process has grown above what it had at the beginning, at most; 0 where there is no /proc."""
-
-    def __init__(self, pid: int) -> None:
-        self._status = Path(f"/proc/{pid}/status")
-        self._idle_kb = self._read("VmRSS")
-
-    def grown_mb(self) -> float:
-        return round(max(0, self._read("VmHWM") - self._idle_kb) / 1024, 1)
-
-    def _read(self, name: str) -> int:
-        if not self._status.exists():
-            return 0
-        lines = dict(line.split(":", 1) for line in self._status.read_text().splitlines())
-        return int(lines[name].split()[0])
