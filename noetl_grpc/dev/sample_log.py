@@ -7,7 +7,7 @@ from typing import Any
 CATALOG_ID = 7_000_003
 
 #: Twenty events are one frame with two commands; ten frames are one stage and one loop; a few business objects
-#: are touched again and again. About 460 bytes of JSON each. $1 execution, $2 catalog entry, $3 first event,
+#: are touched again and again; a stage has two payloads. About 460 bytes of JSON each. $1 execution, $2 catalog entry, $3 first event,
 #: $4 last event, $5 events that one stage has.
 _WRITE = """
 INSERT INTO noetl.event (
@@ -52,7 +52,7 @@ SELECT
     CASE WHEN n % 3 = 0 THEN
         jsonb_build_object('status', 'ok', 'context', jsonb_build_object('rows', n, 'text', repeat('y', 150)))
     END,
-    CASE WHEN n % 100 = 9 THEN
+    CASE WHEN n % ($5 / 2) = 9 THEN
         jsonb_build_object('uri', 's3://bucket/' || n, 'sha256', md5(n::text), 'media_type', 'application/json')
     END
 FROM generate_series($3::bigint, $4::bigint) AS n
