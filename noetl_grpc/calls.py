@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from noetl_grpc.core.access import ANONYMOUS, Caller
+from noetl_grpc.core.traceparent import HEADER, is_traceparent
 
 #: What gRPC hands to a servicer beside the request.
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -40,10 +41,20 @@ class Call:
     @property
     def request_id(self) -> str:
         """The caller's own id where it sent one, so that its log and ours can be read together."""
+        return self.header("x-request-id")[:128] or f"{_process}-{self._number}"
+
+    @property
+    def traceparent(self) -> str | None:
+        """What goes along with what this call stores, so that its trace goes on; None where its caller sent none."""
+        sent = self.header(HEADER)
+        return sent if is_traceparent(sent) else None
+
+    def header(self, name: str) -> str:
+        """What the caller sent under this name, in lower case; empty if nothing."""
         for key, value in self._metadata or ():
-            if key == "x-request-id" and isinstance(value, str):
-                return value[:128]
-        return f"{_process}-{self._number}"
+            if key == name and isinstance(value, str):
+                return value
+        return ""
 
 
 _current: ContextVar[Call] = ContextVar("noetl_grpc_call")

@@ -26,6 +26,7 @@ from noetl_grpc.core.outbox import (
     Outcome,
     Verdict,
 )
+from noetl_grpc.core.traceparent import HEADER
 from noetl_grpc.errors import InvalidRequest
 
 OUTCOMES = {
@@ -37,13 +38,20 @@ OUTCOMES = {
 }
 
 
-def messages_from_pb(messages: Sequence[pb.OutboxMessage]) -> list[Message]:
-    """What is to be enqueued; the first message that can't be stored is named."""
+def messages_from_pb(
+    messages: Sequence[pb.OutboxMessage], *, traceparent: str | None = None
+) -> list[Message]:
+    """What is to be enqueued; the first message that can't be stored is named.
+
+    The caller's `traceparent` becomes a header of those that have none of their own.
+    """
     check_batch(messages, "messages")
-    return [_message_from_pb(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    return [
+        _message_from_pb(message, f"messages[{index}]", traceparent) for index, message in enumerate(messages)
+    ]
 
 
-def _message_from_pb(message: pb.OutboxMessage, field: str) -> Message:
+def _message_from_pb(message: pb.OutboxMessage, field: str, traceparent: str | None) -> Message:
     execution_id = None
     if message.HasField("execution_id"):
         execution_id = fields.positive_id(message.execution_id, f"{field}.execution_id")
@@ -55,13 +63,16 @@ def _message_from_pb(message: pb.OutboxMessage, field: str) -> Message:
             raise InvalidRequest(f"{field}.headers", "must not have an empty key")
         fields.text(key, f"{field}.headers")
         fields.text(value, f"{field}.headers")
+    headers = dict(message.headers)
+    if traceparent is not None and not any(key.lower() == HEADER for key in headers):
+        headers[HEADER] = traceparent
     return Message(
         event_id=fields.positive_id(message.event_id, f"{field}.event_id"),
         execution_id=execution_id,
         subject=fields.text(message.subject, f"{field}.subject") if message.HasField("subject") else None,
         payload_json=message.payload_json,
         payload_codec=fields.text(message.payload_codec, f"{field}.payload_codec") or CODEC_DEFAULT,
-        headers_json=orjson.dumps(dict(message.headers)).decode() if message.headers else None,
+        headers_json=orjson.dumps(headers).decode() if headers else None,
         available_at=(
             moment_from_pb(message.available_at, f"{field}.available_at")
             if message.HasField("available_at")

@@ -15,6 +15,7 @@ import orjson
 
 from noetl_grpc.core.following import Key, Position
 from noetl_grpc.core.messages import Message, encode_headers
+from noetl_grpc.core.traceparent import is_traceparent
 
 STREAM: Final = "noetl_events"
 SUBJECTS: Final = "noetl.events.>"
@@ -28,7 +29,6 @@ BODY_BYTES_MAX: Final = 900 * 1024
 _TYPE_BYTES_MAX: Final = 48 * 1024
 _REFERENCE: Final = b"Noetl-Payload: reference\r\n\r\n"
 
-_TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _MESSAGE_ID: Final = re.compile(r"(-?[0-9]{1,19})-(-?[0-9]{1,19})(?:-r[0-9]+)?")
 
 
@@ -139,7 +139,7 @@ def is_reference(message: Message) -> bool:
 
 def _headers(event: Event, identifier: str) -> bytes:
     trace = event.traceparent
-    if trace is not None and not _TRACEPARENT.fullmatch(trace):
+    if trace is not None and not is_traceparent(trace):
         trace = None
     # Written out, because this is done for every event; the type is the only text that is not made of digits.
     return (

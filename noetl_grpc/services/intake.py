@@ -11,6 +11,7 @@ import asyncpg
 
 from noetl_grpc.core.envelope import Batch, Problem, Reason, first_of_each, pick, resolve_catalogs
 from noetl_grpc.core.parking import NewDeadEvent
+from noetl_grpc.core.traceparent import traced_components
 from noetl_grpc.errors import Conflict, DatabaseUnavailable
 from noetl_grpc.storage import catalog_entries, events
 from noetl_grpc.storage.events import Key
@@ -36,6 +37,8 @@ class Delivery:
     #: Whether stored events also become outbox rows, and under which subject.
     enqueues: bool = False
     subject: str | None = None
+    #: The caller's, for events and outbox rows that have none of their own.
+    traceparent: str | None = None
     #: Whether duplicates are compared with what is stored.
     compares: bool = False
 
@@ -180,6 +183,8 @@ async def store(
     """
     await catalog_entries.copy(conn, entries)
     batch = {**delivery.batch, "catalog_id": list(delivery.batch["catalog_id"])}
+    if delivery.traceparent is not None:
+        batch["trace_component"] = traced_components(batch, delivery.traceparent)
     rejected = {row: delivery.problems[row] for row in rows if row in delivery.problems}
     fresh = await _without_known_keys(conn, delivery, [row for row in rows if row not in rejected])
     rejected |= await _fill_catalogs(conn, batch, fresh)
@@ -204,7 +209,9 @@ async def store(
         conflicts=await _conflicts(
             conn, delivery, [row for row in (*known, *repeated) if row not in refused]
         ),
-        enqueued=await events.enqueue(conn, sorted(stored), subject=delivery.subject)
+        enqueued=await events.enqueue(
+            conn, sorted(stored), subject=delivery.subject, traceparent=delivery.traceparent
+        )
         if delivery.enqueues
         else 0,
     )

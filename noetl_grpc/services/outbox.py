@@ -10,6 +10,7 @@ from uuid import UUID
 from noetlpb.v1 import outbox_pb2 as pb
 from noetlpb.v1 import outbox_pb2_grpc as rpc
 
+from noetl_grpc import calls
 from noetl_grpc.calls import Context
 from noetl_grpc.convert.moments import timestamp_to_pb
 from noetl_grpc.convert.outbox import (
@@ -208,7 +209,7 @@ class OutboxServicer(rpc.OutboxServiceServicer):
     async def EnqueueOutbox(
         self, request: pb.EnqueueOutboxRequest, context: Context
     ) -> pb.EnqueueOutboxResponse:
-        messages = messages_from_pb(request.messages)
+        messages = messages_from_pb(request.messages, traceparent=calls.current().traceparent)
         enqueued, outbox_ids = await self._outbox.enqueue(messages)
         return pb.EnqueueOutboxResponse(
             enqueued=enqueued, duplicates=len(messages) - enqueued, outbox_ids=outbox_ids

@@ -9,6 +9,7 @@ from noetlpb.v1 import event_pb2
 from noetlpb.v1 import projection_pb2 as pb
 from noetlpb.v1 import projection_pb2_grpc as rpc
 
+from noetl_grpc import calls
 from noetl_grpc.calls import Context
 from noetl_grpc.convert.events import batch_from_pb, native_from_pb, normalised_to_pb, unfit_to_pb
 from noetl_grpc.convert.parked import event_to_json, native_to_json
@@ -87,6 +88,7 @@ class ProjectionServicer(rpc.ProjectionServiceServicer):
                     parked_by="project",
                     enqueues=request.HasField("enqueue"),
                     subject=request.enqueue.subject or None,
+                    traceparent=calls.current().traceparent,
                     compares=True,
                 )
             )
@@ -122,6 +124,7 @@ class ProjectionServicer(rpc.ProjectionServiceServicer):
                         _parked_json(request, row) if row in unfit else event_to_json(messages[row])
                     ),
                     parked_by="materialize",
+                    traceparent=calls.current().traceparent,
                     keys={
                         row: messages[row].idempotency_key
                         for row, event in enumerate(request.events)

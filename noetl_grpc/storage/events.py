@@ -69,9 +69,11 @@ def refusal(error: asyncpg.PostgresError) -> Problem:
             return Problem(Reason.STORE_REFUSED, "the database refuses the row")
 
 
-async def enqueue(conn: Connection, keys: Collection[Key], *, subject: str | None) -> int:
+async def enqueue(
+    conn: Connection, keys: Collection[Key], *, subject: str | None, traceparent: str | None
+) -> int:
     """Make outbox rows of stored events; how many there were not yet."""
-    status = await conn.execute(queries["enqueue_events"], *_split(keys), subject)
+    status = await conn.execute(queries["enqueue_events"], *_split(keys), subject, traceparent)
     return _count(status)
 
 

@@ -607,7 +607,7 @@ async def test_what_a_batch_asks_of_the_log_is_answered_by_an_index(
     await conn.execute("ANALYZE noetl.event")
     executions, event_ids = [EXECUTION_ID] * 1000, list(range(1000))
     arguments: dict[str, list[Any]] = {
-        "enqueue_events": [executions, event_ids, None],
+        "enqueue_events": [executions, event_ids, None, None],
         "stored_keys": ["default", "default", executions, [f"key-{number}" for number in event_ids]],
         "catalogs_of_executions": [executions],
     }

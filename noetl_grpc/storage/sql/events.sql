@@ -190,22 +190,39 @@ ON CONFLICT DO NOTHING
 RETURNING execution_id, event_id;
 
 -- name: enqueue_events
--- An outbox row with subject $3 for each of these stored events. The payload is the body that the tailer publishes.
-INSERT INTO noetl.outbox (execution_id, event_id, subject, payload, payload_codec)
-SELECT e.execution_id, e.event_id, $3::text, e.body, 'json'
+-- An outbox row with subject $3 for each of these stored events. The payload is the body that the tailer publishes; the
+-- header traceparent is the event's own, as the tailer sends it, else the caller's $4.
+INSERT INTO noetl.outbox (execution_id, event_id, subject, payload, payload_codec, headers)
+SELECT
+    e.execution_id,
+    e.event_id,
+    $3::text,
+    e.body,
+    'json',
+    CASE WHEN t.traceparent IS NOT NULL THEN jsonb_build_object('traceparent', t.traceparent) END
 FROM unnest($1::bigint[], $2::bigint[]) AS i(execution_id, event_id)
 CROSS JOIN LATERAL (
-    SELECT stored.execution_id, stored.event_id, to_jsonb(stored) - 'xact_id' AS body
+    SELECT
+        stored.execution_id,
+        stored.event_id,
+        to_jsonb(stored) - 'xact_id' AS body,
+        coalesce(stored.trace_component ->> 'traceparent', stored.meta ->> 'traceparent') AS traceparent
     FROM noetl.event AS stored
     WHERE stored.execution_id = i.execution_id AND stored.event_id = i.event_id
     LIMIT 1
 ) AS e
+CROSS JOIN LATERAL (
+    SELECT coalesce(
+        substring(e.traceparent from '^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$'), $4::text
+    ) AS traceparent
+) AS t
 ORDER BY e.execution_id, e.event_id
 ON CONFLICT DO NOTHING;
 
 -- name: differing_events
 -- The places (from 1) of events that are stored with other content. What was not given is not compared, nor is
--- ingest_time, which belongs to a delivery and not to the event.
+-- ingest_time, which belongs to a delivery and not to the event. So does a trace that we noted for a caller: it differs
+-- from one delivery of an event to the next.
 SELECT i.place
 FROM unnest(
     $1::bigint[],
@@ -321,6 +338,10 @@ WHERE i.catalog_id <> e.catalog_id
     OR i.context_key IS DISTINCT FROM e.context_key
     OR i.context_value IS DISTINCT FROM e.context_value
     OR i.trace_component::jsonb IS DISTINCT FROM e.trace_component
+        AND (
+            i.trace_component IS NOT NULL
+            OR e.trace_component <> jsonb_build_object('traceparent', e.trace_component -> 'traceparent')
+        )
     OR i.stack_trace IS DISTINCT FROM e.stack_trace
     OR i.tenant_id IS DISTINCT FROM e.tenant_id
     OR i.organization_id IS DISTINCT FROM e.organization_id
