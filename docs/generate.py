@@ -18,7 +18,7 @@ from typing import Any
 from google.protobuf import descriptor_pb2
 
 from noetl_grpc import errors, status
-from noetl_grpc.settings import EventStreamSettings, Rejected, Settings
+from noetl_grpc.settings import EventStreamSettings, Rejected, Settings, TracingSettings
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
@@ -102,7 +102,11 @@ def configuration() -> str:
         "with one line that names it and what is accepted, and exit code 2.",
         "",
     ]
-    for title, settings in (("The server", Settings), ("The tailer", EventStreamSettings)):
+    for title, settings in (
+        ("The server", Settings),
+        ("The tailer", EventStreamSettings),
+        ("Tracing, of the server and the workers", TracingSettings),
+    ):
         lines += [f"## {title}", "", "| variable | default | accepted | meaning |", "|---|---|---|---|"]
         for item in fields(settings):
             meta = item.metadata

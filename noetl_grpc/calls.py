@@ -8,12 +8,15 @@ from __future__ import annotations
 import itertools
 import uuid
 from contextvars import ContextVar
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
 
 from noetl_grpc.core.access import ANONYMOUS, Caller
 from noetl_grpc.core.traceparent import HEADER, is_traceparent
+
+if TYPE_CHECKING:
+    from noetl_grpc.spans import CallSpan
 
 #: What gRPC hands to a servicer beside the request.
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -26,7 +29,7 @@ _serial = itertools.count(1)
 class Call:
     """One RPC while it runs."""
 
-    __slots__ = ("_metadata", "_number", "caller", "is_ending", "method", "resume_token")
+    __slots__ = ("_metadata", "_number", "caller", "is_ending", "method", "resume_token", "span")
 
     def __init__(self, method: str, metadata: Any = ()) -> None:
         self.method = method
@@ -35,6 +38,8 @@ class Call:
         self.resume_token = ""
         #: The server goes away and ends this stream; neither its caller nor what it was sent is to blame.
         self.is_ending = False
+        #: Where calls are traced.
+        self.span: CallSpan | None = None
         self._metadata = metadata
         self._number = next(_serial)
 
@@ -47,7 +52,9 @@ class Call:
     def traceparent(self) -> str | None:
         """What goes along with what this call stores, so that its trace goes on; None where its caller sent none."""
         sent = self.header(HEADER)
-        return sent if is_traceparent(sent) else None
+        if not is_traceparent(sent):
+            return None
+        return sent if self.span is None else self.span.traceparent
 
     def header(self, name: str) -> str:
         """What the caller sent under this name, in lower case; empty if nothing."""

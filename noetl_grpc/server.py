@@ -10,8 +10,9 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from externalscaler import externalscaler_pb2, externalscaler_pb2_grpc
@@ -43,6 +44,7 @@ from noetl_grpc.interceptors.access import Observers
 from noetl_grpc.interceptors.auth import AuthInterceptor, TokenChecker
 from noetl_grpc.interceptors.errors import MethodTable, OpenStreams, Rim
 from noetl_grpc.interceptors.load import Lanes
+from noetl_grpc.interceptors.traces import TracedObserver
 from noetl_grpc.metrics import Metrics
 from noetl_grpc.reconcile import Reconciler
 from noetl_grpc.services.intake import Intake
@@ -64,6 +66,10 @@ from noetl_grpc.storage import migrate
 from noetl_grpc.storage.ids import IdSource
 from noetl_grpc.storage.pool import Pool, Shards, open_shards
 from noetl_grpc.tailer import STOP_SECONDS, Tailer, TailerOptions
+from noetl_grpc.tracing import exporting
+
+if TYPE_CHECKING:
+    from noetl_grpc.spans import Spans
 
 logger = logging.getLogger("noetl_grpc")
 
@@ -156,6 +162,7 @@ async def serving(settings: Settings, *, clock: Callable[[], float] = time.time)
             " (or try `noetl-grpc dev`, which brings its own)"
         )
     async with AsyncExitStack() as stack:
+        spans = await stack.enter_async_context(exporting(settings.tracing.endpoint, service="noetl-grpc"))
         shards = await open_shards(
             settings.shards,
             cluster_url=settings.cluster,
@@ -163,6 +170,7 @@ async def serving(settings: Settings, *, clock: Callable[[], float] = time.time)
             size_max=settings.pool_size_max,
             wait_seconds=settings.pool_wait_seconds,
             statement_cache_size=settings.statement_cache_size,
+            spans=spans,
         )
         stack.push_async_callback(shards.close)
         for pool in _distinct(shards):
@@ -194,7 +202,7 @@ async def serving(settings: Settings, *, clock: Callable[[], float] = time.time)
 
         streams = OpenStreams()
         rim = Rim(
-            observers=Observers(metrics, _methods()),
+            observers=_observers(metrics, spans),
             streams=streams,
             request_bytes_max=Limits().request_bytes,
         )
@@ -404,6 +412,14 @@ def _methods() -> Iterable[tuple[str, str, str]]:
     for service in (*SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"]):
         for method in service.methods:
             yield service.full_name, method.name, kinds[method.client_streaming, method.server_streaming]
+
+
+def _observers(metrics: Metrics, spans: Spans | None) -> Observers:
+    if spans is None:
+        return Observers(metrics, _methods())
+    # Probes ask all the time, and nobody wants to see that.
+    traced = partial(TracedObserver, spans=spans)
+    return Observers(metrics, _methods(), makers=dict.fromkeys(SERVICE_NAMES, traced))
 
 
 def _listen(server: grpc.aio.Server, settings: Settings) -> int:

@@ -133,6 +133,14 @@ def _broker_url(text: str) -> str:
     return url
 
 
+def _collector_url(text: str) -> str:
+    url = text.strip()
+    split = _split(url) if url else None
+    if url and (split is None or split.scheme not in ("http", "https") or split.username is not None):
+        raise Rejected("http://host:port or https://host:port")
+    return url
+
+
 def _split(url: str) -> Any:
     try:
         split = urlsplit(url)
@@ -254,6 +262,55 @@ class EventStreamSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TracingSettings:
+    """Where spans go. OpenTelemetry's own names; what is not here, such as OTEL_TRACES_SAMPLER, it reads itself."""
+
+    collector: str = setting(
+        "OTEL_EXPORTER_OTLP_ENDPOINT",
+        "",
+        _collector_url,
+        "The OTLP collector that spans go to, by gRPC; turns tracing on, which needs the extra `otel`.",
+        secret=True,
+    )
+    traces_collector: str = setting(
+        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+        "",
+        _collector_url,
+        "The same for spans alone; wins over the other.",
+        secret=True,
+    )
+    protocol: str = setting(
+        "OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", _text, "How the collector is spoken to; only grpc is."
+    )
+    exporter: str = setting(
+        "OTEL_TRACES_EXPORTER", "otlp", _text, "none leaves tracing off whatever else is set; else otlp."
+    )
+    disabled: bool = setting(
+        "OTEL_SDK_DISABLED", "false", _flag, "Whether tracing is off whatever else is set."
+    )
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> TracingSettings:
+        """Parse every variable; what would only matter with tracing on may be anything while it is off."""
+        settings = cls(**_parse(cls, env))
+        if settings.endpoint:
+            for name, value, accepted in (
+                ("OTEL_EXPORTER_OTLP_PROTOCOL", settings.protocol, "grpc"),
+                ("OTEL_TRACES_EXPORTER", settings.exporter, "otlp"),
+            ):
+                if value.lower() not in ("", accepted):
+                    raise SettingsError(f"{name} {value!r} can't be used; expected {accepted}")
+        return settings
+
+    @property
+    def endpoint(self) -> str:
+        """The collector's URL; empty where tracing is off."""
+        if self.disabled or self.exporter.lower() == "none":
+            return ""
+        return self.traces_collector or self.collector
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """All settings of the server. Made by `from_env`; tests build it by hand."""
 
@@ -339,6 +396,7 @@ class Settings:
         "NOETL_NATS_URL", "", _broker_url, "The NATS servers, separated by commas.", secret=True
     )
     event_stream: EventStreamSettings = field(default_factory=EventStreamSettings)
+    tracing: TracingSettings = field(default_factory=TracingSettings)
 
     machine_id: int | None = setting(
         "NOETL_SERVER_MACHINE_ID",
@@ -410,7 +468,9 @@ class Settings:
     def from_env(cls, env: Mapping[str, str] = os.environ) -> Settings:
         """Parse every variable; raises SettingsError on the first that can't be used."""
         settings = cls(
-            **_parse(cls, env), event_stream=EventStreamSettings(**_parse(EventStreamSettings, env))
+            **_parse(cls, env),
+            event_stream=EventStreamSettings(**_parse(EventStreamSettings, env)),
+            tracing=TracingSettings.from_env(env),
         )
         settings._check_together(env)
         if settings.shard_urls or settings.database_url or not env.get("POSTGRES_HOST"):
@@ -427,7 +487,7 @@ class Settings:
             raise SettingsError(
                 "POSTGRES_HOST and POSTGRES_PORT do not make an address; expected a host name and a port"
             ) from None
-        return cls(**{**_parse(cls, env), "database_url": url}, event_stream=settings.event_stream)
+        return replace(settings, database_url=url)
 
     def _check_together(self, env: Mapping[str, str]) -> None:
         if (self.tls_certificate is None) != (self.tls_key is None):
@@ -523,6 +583,7 @@ class WorkerSettings:
         _one_of("auto", "json", "text"),
         "JSON lines or text; auto is text on a terminal.",
     )
+    tracing: TracingSettings = field(default_factory=TracingSettings)
 
     @classmethod
     def from_env(
@@ -533,7 +594,7 @@ class WorkerSettings:
         url = settings.nats_url or _dev_server(folder / DEV_READY_FILE).get("nats_url", "")
         if not url:
             raise SettingsError("no broker is configured; set NOETL_NATS_URL, such as nats://host:4222")
-        return replace(settings, nats_url=url)
+        return replace(settings, nats_url=url, tracing=TracingSettings.from_env(env))
 
 
 def _dev_server(ready_file: Path) -> dict[str, str]:

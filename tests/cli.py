@@ -55,7 +55,9 @@ class Cli:
     async def start(self, *arguments: object, **env: str) -> asyncio.subprocess.Process:
         """Start it and leave it running."""
         inherited = {
-            key: value for key, value in os.environ.items() if not key.startswith(("NOETL_", "POSTGRES_"))
+            key: value
+            for key, value in os.environ.items()
+            if not key.startswith(("NOETL_", "POSTGRES_", "OTEL_"))
         }
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "noetl_grpc", *map(str, arguments)),

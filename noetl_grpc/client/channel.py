@@ -14,6 +14,7 @@ import grpc
 
 from noetl_grpc.errors import Internal, NoetlError, Overloaded, Unavailable
 from noetl_grpc.status import from_rpc_error
+from noetl_grpc.tracing import outgoing
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -185,7 +186,7 @@ class Line:
     def metadata(self) -> Sequence[tuple[str, str]]:
         """What goes with every call."""
         token = self._token()
-        return (("authorization", f"Bearer {token}"),) if token else ()
+        return (*((("authorization", f"Bearer {token}"),) if token else ()), *outgoing())
 
     async def call(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import grpc
 
@@ -52,9 +52,19 @@ class MethodObserver:
 class Observers:
     """One observer per method that is served; all others share one, so that a caller can't invent series."""
 
-    def __init__(self, metrics: Metrics, methods: Iterable[tuple[str, str, str]]) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        methods: Iterable[tuple[str, str, str]],
+        *,
+        makers: Mapping[str, Callable[..., MethodObserver]] | None = None,
+    ) -> None:
+        """`makers` are what makes the observers of these services; MethodObserver makes the others."""
+        makers = makers or {}
         self._by_method = {
-            f"/{service}/{method}": MethodObserver(metrics, service=service, method=method, kind=kind)
+            f"/{service}/{method}": makers.get(service, MethodObserver)(
+                metrics, service=service, method=method, kind=kind
+            )
             for service, method, kind in methods
         }
         self._other = MethodObserver(metrics, service="unknown", method="unknown", kind="unknown")

@@ -7,12 +7,16 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import asyncpg
 import xxhash
 
 from noetl_grpc.errors import Conflict, DatabaseUnavailable, Overloaded
+from noetl_grpc.storage.traced import traced
+
+if TYPE_CHECKING:
+    from noetl_grpc.spans import Spans
 
 Connection: TypeAlias = Any  # asyncpg.Connection or its pool proxy; asyncpg ships no types for either
 
@@ -137,6 +141,7 @@ async def create_pool(
     size_max: int = 10,
     wait_seconds: float = 30,
     statement_cache_size: int = 100,
+    spans: Spans | None = None,
 ) -> Pool:
     """A pool that connects when it is first used, so that a process can start before its database."""
     with translate_errors():
@@ -147,7 +152,7 @@ async def create_pool(
             max_inactive_connection_lifetime=300.0 if size_min == 0 else 0,
             timeout=CONNECT_SECONDS,
             statement_cache_size=statement_cache_size,
-            connection_class=_Connection,
+            connection_class=_Connection if spans is None else traced(_Connection, spans, database=name),
             server_settings={"application_name": "noetl_grpc", "timezone": "UTC"},
         )
     return Pool(pool, name=name, size_max=size_max, wait_seconds=wait_seconds)
@@ -194,6 +199,7 @@ async def open_shards(
     size_max: int = 10,
     wait_seconds: float = 30,
     statement_cache_size: int = 100,
+    spans: Spans | None = None,
 ) -> Shards:
     """One pool per distinct database."""
 
@@ -205,6 +211,7 @@ async def open_shards(
             size_max=size_max,
             wait_seconds=wait_seconds,
             statement_cache_size=statement_cache_size,
+            spans=spans,
         )
 
     pools = [await open_pool(url, str(number)) for number, url in enumerate(urls)]

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from noetl_grpc.errors import SettingsError
-from noetl_grpc.settings import Settings
+from noetl_grpc.settings import Settings, WorkerSettings
 
 
 def test_defaults_are_those_of_the_documentation() -> None:
@@ -37,6 +37,9 @@ def test_defaults_are_those_of_the_documentation() -> None:
         ("NOETL_METRICS_ADDR", "9464", "host:port"),
         ("NOETL_NATS_URL", "http://h", "nats://"),
         ("NOETL_LOG_LEVEL", "loud", "debug, info"),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "collector:4317", "http://host:port"),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://user:secret@collector:4317", "http://host:port"),
+        ("OTEL_SDK_DISABLED", "perhaps", "true, 1, yes, on"),
     ],
 )
 def test_a_value_that_can_not_be_used_is_named_with_what_is_accepted(
@@ -59,6 +62,13 @@ def test_a_secret_is_neither_shown_in_an_error_nor_in_the_settings() -> None:
 
     assert "s3cret" not in str(raised.value)
     assert "s3cret" not in repr(settings)
+
+
+def test_credentials_in_the_collectors_address_are_refused_without_showing_them() -> None:
+    with pytest.raises(SettingsError) as raised:
+        Settings.from_env({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://u:s3cret@h:4317"})
+
+    assert "s3cret" not in str(raised.value)
 
 
 def test_shards_may_be_written_in_the_form_of_noetl() -> None:
@@ -109,3 +119,41 @@ def test_a_certificate_needs_its_key(tmp_path: Path) -> None:
 )
 def test_flags_are_read_without_case(text: str, value: bool) -> None:
     assert Settings.from_env({"NOETL_REFLECTION": text}).reflection is value
+
+
+@pytest.mark.parametrize(
+    ("env", "endpoint"),
+    [
+        ({}, ""),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317"}, "http://c:4317"),
+        (
+            {
+                "OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317",
+                "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "https://t:4317",
+            },
+            "https://t:4317",
+        ),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317", "OTEL_SDK_DISABLED": "true"}, ""),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318", "OTEL_TRACES_EXPORTER": "none"}, ""),
+        # Meant for others on the same machine.
+        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf", "OTEL_TRACES_EXPORTER": "zipkin"}, ""),
+    ],
+)
+def test_naming_a_collector_turns_tracing_on(env: dict[str, str], endpoint: str) -> None:
+    worker = WorkerSettings.from_env({**env, "NOETL_NATS_URL": "nats://h"})
+
+    assert Settings.from_env(env).tracing.endpoint == endpoint
+    assert Settings.from_env({**env, "POSTGRES_HOST": "db"}).tracing.endpoint == endpoint
+    assert worker.tracing.endpoint == endpoint
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "accepted"),
+    [
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf", "grpc"),
+        ("OTEL_TRACES_EXPORTER", "zipkin", "otlp"),
+    ],
+)
+def test_a_collector_that_can_not_be_spoken_to_is_refused(name: str, value: str, accepted: str) -> None:
+    with pytest.raises(SettingsError, match=f"^{name} '{value}' can't be used; expected {accepted}$"):
+        Settings.from_env({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318", name: value})
