@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import Enum
 from time import monotonic
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from noetl_grpc.broker import Broker, PublishInterrupted
 from noetl_grpc.core.following import Key
 from noetl_grpc.core.messages import Message, Refusal, Refused
 from noetl_grpc.core.tailing import (
     BODY_BYTES_MAX,
+    DESTINATION,
     Cursor,
     Event,
     fitting,
@@ -29,6 +30,9 @@ from noetl_grpc.metrics import Metrics
 from noetl_grpc.storage import tailing
 from noetl_grpc.storage.pool import Connection
 from noetl_grpc.storage.tailing import IDLE_SECONDS
+
+if TYPE_CHECKING:
+    from noetl_grpc.spans import Spans
 
 logger = logging.getLogger("noetl_grpc.tailer")
 
@@ -180,15 +184,30 @@ class Delivery:
     """Publishes batches until each event is acknowledged or parked."""
 
     def __init__(
-        self, broker: Broker, leadership: Leadership, *, metrics: Metrics, progress: Progress
+        self,
+        broker: Broker,
+        leadership: Leadership,
+        *,
+        metrics: Metrics,
+        progress: Progress,
+        spans: Spans | None = None,
     ) -> None:
         self._broker = broker
+        self._spans = spans
         self._leadership = leadership
         self._metrics = metrics
         self._progress = progress
 
     async def publish(self, batch: Batch) -> None:
         """All of it; raises Interrupted with what was done until then."""
+        if self._spans is None:
+            await self._publish(batch)
+            return
+        origins = (event.traceparent for event in batch.events)
+        with self._spans.publish(DESTINATION, origins, count=len(batch.messages)):
+            await self._publish(batch)
+
+    async def _publish(self, batch: Batch) -> None:
         done: set[int] = set()
         pending = list(range(len(batch.messages)))
         for attempt in range(1, TRIES + 1):

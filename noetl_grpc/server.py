@@ -108,6 +108,7 @@ class Server:
         port: int,
         ops_port: int | None,
         metrics_port: int | None,
+        spans: Spans | None,
     ) -> None:
         self._grpc_servers = grpc_servers
         self._health = health
@@ -116,6 +117,8 @@ class Server:
         self._metrics_port = metrics_port
         self.port = port
         self.ops_port = ops_port
+        #: For what runs beside the server in this process.
+        self.spans = spans
 
     @property
     def address(self) -> str:
@@ -212,7 +215,7 @@ async def serving(settings: Settings, *, clock: Callable[[], float] = time.time)
         if settings.metrics_address is not None:
             outbox_gauges = OutboxGauges(outbox.stats, metrics)
             await stack.enter_async_context(background(outbox_gauges.run, name="outbox gauges"))
-        tailer = _tailer(settings, shards, metrics, health)
+        tailer = _tailer(settings, shards, metrics, health, spans)
         if tailer is not None:
             await stack.enter_async_context(background(tailer.measure, name="lag of the tailer"))
             await stack.enter_async_context(
@@ -248,6 +251,7 @@ async def serving(settings: Settings, *, clock: Callable[[], float] = time.time)
             port=port,
             ops_port=ops_port,
             metrics_port=metrics_port,
+            spans=spans,
         )
         stack.push_async_callback(server.drain)
         yield server
@@ -344,7 +348,9 @@ def _add_services(
         add_reflection(ReflectionServicer(names), server)
 
 
-def _tailer(settings: Settings, shards: Shards, metrics: Metrics, health: Health) -> Tailer | None:
+def _tailer(
+    settings: Settings, shards: Shards, metrics: Metrics, health: Health, spans: Spans | None
+) -> Tailer | None:
     stream = settings.event_stream
     if not stream.enabled:
         metrics.stream_mode.labels(Mode.DISABLED.value).set(1)
@@ -362,6 +368,7 @@ def _tailer(settings: Settings, shards: Shards, metrics: Metrics, health: Health
         ),
         metrics=metrics,
         on_health=lambda serving: health.set_tailer(serving=serving),
+        spans=spans,
     )
 
 

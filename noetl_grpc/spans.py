@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from importlib.metadata import version
 from types import TracebackType
 from typing import Final, Self
@@ -23,6 +22,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from noetl_grpc.core.messages import Destination
 from noetl_grpc.core.traceparent import HEADER, is_traceparent, trace_id
 
 #: Where other systems note what else they know of a trace.
@@ -47,21 +47,6 @@ FAULTS: Final = frozenset(
 _PROPAGATOR: Final = TraceContextTextMapPropagator()
 _NOTHING: Final = nullcontext()
 _ERROR: Final = Status(StatusCode.ERROR)
-
-
-@dataclass(frozen=True, slots=True)
-class Destination:
-    """Where messages go or come from, by names of which there are few."""
-
-    #: A stream, or a subject that somebody chose; empty if there are too many to name one.
-    name: str
-    #: The subjects in it.
-    template: str = ""
-
-    def attributes(self) -> dict[str, str]:
-        """As the conventions name them."""
-        named = {"messaging.destination.name": self.name, "messaging.destination.template": self.template}
-        return {key: value for key, value in named.items() if value}
 
 
 class CallSpan:
@@ -186,15 +171,21 @@ class Spans:
         count: int | None,
     ) -> Block:
         parent, links = _origin(origins)
-        # A subject that somebody chose is no name for a span: there may be any number of them.
-        named = f" {destination.name}" if destination.template else ""
+        name = attributes["messaging.operation.name"]
         span = self._tracer.start_span(
-            attributes["messaging.operation.name"] + named,
+            # There may be any number of subjects, so only a stream names a span.
+            f"{name} {destination.name}" if destination.template else name,
             parent,
             kind=kind,
-            attributes={"messaging.system": "nats", **destination.attributes(), **attributes},
+            attributes={
+                "messaging.system": "nats",
+                "messaging.destination.name": destination.name,
+                **attributes,
+            },
             links=links,
         )
+        if destination.template:
+            span.set_attribute("messaging.destination.template", destination.template)
         if count is not None:
             span.set_attribute("messaging.batch.message_count", count)
         return Block(span)

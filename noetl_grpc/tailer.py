@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from time import monotonic
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import asyncpg
 
@@ -29,6 +29,9 @@ from noetl_grpc.storage import cursors, tailing
 from noetl_grpc.storage.pool import Connection, Pool, Shards
 from noetl_grpc.storage.tailing import DatabaseFacts, History
 from noetl_grpc.tail import Tail
+
+if TYPE_CHECKING:
+    from noetl_grpc.spans import Spans
 
 logger = logging.getLogger("noetl_grpc.tailer")
 
@@ -82,8 +85,10 @@ class ShardTailer:
         options: TailerOptions,
         metrics: Metrics,
         on_change: Callable[[], Awaitable[None]],
+        spans: Spans | None = None,
     ) -> None:
         self.shard = shard
+        self._spans = spans
         self._database_url = database_url
         self._options = options
         self.metrics = metrics
@@ -182,7 +187,9 @@ class ShardTailer:
         renderer = Renderer(
             reader, message_bytes_max=broker.message_bytes_max, batch_size=self._options.batch_size
         )
-        delivery = Delivery(broker, leadership, metrics=self.metrics, progress=self.progress)
+        delivery = Delivery(
+            broker, leadership, metrics=self.metrics, progress=self.progress, spans=self._spans
+        )
         if self.mode is Mode.OVERLAP:
             cursor = await overlap.begin(cursor, leadership=leadership, facts=facts, history=history)
             logger.info("shard %d: publishing, %s", self.shard, cursor)
@@ -273,13 +280,19 @@ class Tailer:
         options: TailerOptions,
         metrics: Metrics,
         on_health: Callable[[bool], Awaitable[None]],
+        spans: Spans | None = None,
     ) -> None:
         self._shards = shards
         self._metrics = metrics
         self._on_health = on_health
         self.tailers = [
             ShardTailer(
-                shard=number, database_url=url, options=options, metrics=metrics, on_change=self._on_change
+                shard=number,
+                database_url=url,
+                options=options,
+                metrics=metrics,
+                on_change=self._on_change,
+                spans=spans,
             )
             for number, url in enumerate(database_urls)
         ]

@@ -24,6 +24,7 @@ from noetl_grpc.settings import DEV_READY_FILE, Settings
 
 if TYPE_CHECKING:
     from noetl_grpc.server import Server
+    from noetl_grpc.spans import Spans
 
 app = typer.Typer()
 
@@ -126,7 +127,10 @@ async def _dev(
             if not with_workers:
                 yield
                 return
-            async with NoetlClient(running.address, token=token) as client, _workers(client, local.nats_url):
+            async with (
+                NoetlClient(running.address, token=token) as client,
+                _workers(client, local.nats_url, running.spans),
+            ):
                 yield
 
         try:
@@ -138,7 +142,7 @@ async def _dev(
 
 
 @asynccontextmanager
-async def _workers(client: NoetlClient, nats_url: str) -> AsyncIterator[None]:
+async def _workers(client: NoetlClient, nats_url: str, spans: Spans | None) -> AsyncIterator[None]:
     """Both workers in this process; started again should one fail."""
     from noetl_grpc.server import background
     from noetl_grpc.workers.projector import run_projector
@@ -146,8 +150,10 @@ async def _workers(client: NoetlClient, nats_url: str) -> AsyncIterator[None]:
 
     spec = stream_spec(retention_seconds=86_400, dedup_seconds=600)
     async with (
-        background(lambda: publish_outbox(client, nats_url=nats_url, spec=spec), name="publish-outbox"),
-        background(lambda: run_projector(client, nats_url=nats_url), name="run-projector"),
+        background(
+            lambda: publish_outbox(client, nats_url=nats_url, spec=spec, spans=spans), name="publish-outbox"
+        ),
+        background(lambda: run_projector(client, nats_url=nats_url, spans=spans), name="run-projector"),
     ):
         yield
 

@@ -13,6 +13,7 @@ import typer
 from noetl_grpc import logs
 from noetl_grpc.cli.remote import Session, command
 from noetl_grpc.settings import WorkerSettings
+from noetl_grpc.tracing import exporting
 from noetl_grpc.workers.projector import ACK_WAIT_SECONDS, DURABLE, run_projector
 from noetl_grpc.workers.publisher import publish_outbox, stream_spec
 
@@ -48,15 +49,17 @@ async def publish(
     worker = WorkerSettings.from_env(nats_url=nats_url)
     logs.configure(level=worker.log_level, form=worker.log_format)
     spec = stream_spec(retention_seconds=retention_seconds, dedup_seconds=dedup_seconds)
-    await until_signal(
-        publish_outbox(
-            session.client,
-            nats_url=worker.nats_url,
-            spec=spec,
-            concurrency=concurrency,
-            lease_seconds=lease_seconds,
+    async with exporting(worker.tracing.endpoint, service="noetl-grpc-publish-outbox") as spans:
+        await until_signal(
+            publish_outbox(
+                session.client,
+                nats_url=worker.nats_url,
+                spec=spec,
+                concurrency=concurrency,
+                lease_seconds=lease_seconds,
+                spans=spans,
+            )
         )
-    )
 
 
 @command(app, "run-projector")
@@ -77,11 +80,16 @@ async def project(
     """
     worker = WorkerSettings.from_env(nats_url=nats_url)
     logs.configure(level=worker.log_level, form=worker.log_format)
-    await until_signal(
-        run_projector(
-            session.client, nats_url=worker.nats_url, durable=durable, ack_wait_seconds=ack_wait_seconds
+    async with exporting(worker.tracing.endpoint, service="noetl-grpc-run-projector") as spans:
+        await until_signal(
+            run_projector(
+                session.client,
+                nats_url=worker.nats_url,
+                durable=durable,
+                ack_wait_seconds=ack_wait_seconds,
+                spans=spans,
+            )
         )
-    )
 
 
 async def until_signal(work: Coroutine[Any, Any, None]) -> None:

@@ -29,6 +29,16 @@ class Message:
         return len(self.headers) + len(self.body)
 
 
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where messages go or come from, as a trace tells of it: by names of which there are few."""
+
+    #: A stream, or the subject that a sender chose.
+    name: str
+    #: The subjects in the stream; empty for a subject.
+    template: str = ""
+
+
 def encode_headers(headers: Mapping[str, str]) -> bytes:
     """NATS's header block. Names are ours and plain; values lose their control characters."""
     lines = "".join(f"{name}: {value.translate(_CONTROLS)}\r\n" for name, value in headers.items())

@@ -14,11 +14,12 @@ from typing import Final
 import orjson
 
 from noetl_grpc.core.following import Key, Position
-from noetl_grpc.core.messages import Message, encode_headers
+from noetl_grpc.core.messages import Destination, Message, encode_headers
 from noetl_grpc.core.traceparent import is_traceparent
 
 STREAM: Final = "noetl_events"
 SUBJECTS: Final = "noetl.events.>"
+DESTINATION: Final = Destination(STREAM, "noetl.events.{event_type}")
 _SUBJECT_PREFIX: Final = "noetl.events."
 _UNKNOWN_TYPE: Final = "unknown"
 _SUBJECT_BYTES_MAX: Final = 200

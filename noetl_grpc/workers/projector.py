@@ -10,8 +10,9 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import nats
 import nats.errors
@@ -26,12 +27,15 @@ from noetl_grpc.broker import split_credentials
 from noetl_grpc.client import NoetlClient
 from noetl_grpc.client.channel import Pause, can_come_back
 from noetl_grpc.client.projection import Advanced
+from noetl_grpc.core.tailing import DESTINATION, STREAM, SUBJECTS
+from noetl_grpc.core.traceparent import HEADER as TRACE_HEADER
 from noetl_grpc.errors import Aborted, DeadlineExceeded, NoetlError
+
+if TYPE_CHECKING:
+    from noetl_grpc.spans import Spans
 
 logger = logging.getLogger("noetl_grpc.projector")
 
-STREAM: Final = "noetl_events"
-SUBJECTS: Final = "noetl.events.>"
 DURABLE: Final = "noetl_projector"
 BATCH_MESSAGES: Final = 500
 FETCH_SECONDS: Final = 1.0
@@ -90,9 +94,10 @@ async def run_projector(
     durable: str = DURABLE,
     ack_wait_seconds: float = ACK_WAIT_SECONDS,
     progress: Progress | None = None,
+    spans: Spans | None = None,
 ) -> None:
     """Advance for ever. On cancellation the batch at hand is finished first."""
-    projector = Projector(client, progress=progress or Progress())
+    projector = Projector(client, progress=progress or Progress(), durable=durable, spans=spans)
     pause = Pause()
     while True:
         try:
@@ -117,9 +122,13 @@ async def run_projector(
 class Projector:
     """Takes batches of messages and settles each of them."""
 
-    def __init__(self, client: NoetlClient, *, progress: Progress) -> None:
+    def __init__(
+        self, client: NoetlClient, *, progress: Progress, durable: str = DURABLE, spans: Spans | None = None
+    ) -> None:
         self._client = client
         self._progress = progress
+        self._durable = durable
+        self._spans = spans
         self._pause = Pause(first_seconds=0.5)
 
     async def run_once(self, subscription: JetStreamContext.PullSubscription) -> None:
@@ -149,9 +158,10 @@ class Projector:
 
     async def _advance(self, tenant: _Tenant, executions: dict[int, list[Msg]]) -> None:
         try:
-            answer = await self._client.projection.advance(
-                executions, tenant_id=tenant.tenant_id, organization_id=tenant.organization_id
-            )
+            with self._span(executions):
+                answer = await self._client.projection.advance(
+                    executions, tenant_id=tenant.tenant_id, organization_id=tenant.organization_id
+                )
         except NoetlError as error:
             if not can_come_back(error) and not isinstance(error, Aborted | DeadlineExceeded):
                 raise
@@ -162,6 +172,14 @@ class Projector:
             return
         self._pause.reset()
         await self._acknowledge(answer, executions)
+
+    def _span(self, executions: dict[int, list[Msg]]) -> AbstractContextManager[object]:
+        """The call that is made inside it goes on with the trace of the messages."""
+        if self._spans is None:
+            return nullcontext()
+        messages = [message for group in executions.values() for message in group]
+        origins = ((message.headers or {}).get(TRACE_HEADER) for message in messages)
+        return self._spans.process(DESTINATION, origins, count=len(messages), group=self._durable)
 
     async def _acknowledge(self, answer: Advanced, executions: dict[int, list[Msg]]) -> None:
         for advanced in answer.advanced:

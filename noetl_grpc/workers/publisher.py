@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from noetl_grpc.broker import StreamSpec
 from noetl_grpc.client import Consumption, NoetlClient
 from noetl_grpc.client.outbox import OutboxRow
-from noetl_grpc.core.messages import Message, encode_headers
+from noetl_grpc.core.messages import Destination, Message, encode_headers
+from noetl_grpc.core.traceparent import HEADER as TRACE_HEADER
 from noetl_grpc.workers.courier import Courier, MessageRefused
+
+if TYPE_CHECKING:
+    from noetl_grpc.spans import Spans
 
 STREAM: Final = "noetl_outbox"
 SUBJECT: Final = "noetl.outbox"
@@ -32,16 +36,29 @@ def stream_spec(*, retention_seconds: float, dedup_seconds: float) -> StreamSpec
     )
 
 
-def message_of(row: OutboxRow) -> Message:
-    """The row as it goes to the broker. Its message id is the same in every attempt, so a repeat is stored once."""
+def message_id(row: OutboxRow) -> str:
+    """The same in every attempt, so that a repeat is stored once."""
+    return f"outbox-{row.shard}-{row.outbox_id}"
+
+
+def destination_of(row: OutboxRow) -> Destination:
+    """Where a trace says that it goes."""
+    return Destination(row.subject) if row.subject else Destination(STREAM, f"{SUBJECT}.{{execution_id}}")
+
+
+def message_of(row: OutboxRow, *, traceparent: str | None = None) -> Message:
+    """The row as it goes to the broker; `traceparent` takes the place of the row's own."""
     subject = row.subject or f"{SUBJECT}.{row.execution_id or 'none'}"
     headers = {"Content-Type": "application/json"}
     for name, value in row.headers.items():
         if _HEADER_NAME.fullmatch(name) is None:
             raise MessageRefused(f"{name!r} is not a header name that NATS takes")
-        headers[name] = value
+        if traceparent is None or name.lower() != TRACE_HEADER:
+            headers[name] = value
+    if traceparent is not None:
+        headers[TRACE_HEADER] = traceparent
     # Last, so that nobody's header can make two rows one.
-    headers["Nats-Msg-Id"] = f"outbox-{row.shard}-{row.outbox_id}"
+    headers["Nats-Msg-Id"] = message_id(row)
     return Message(subject, encode_headers(headers), row.payload_json.encode())
 
 
@@ -53,12 +70,18 @@ async def publish_outbox(
     concurrency: int = 256,
     lease_seconds: float = 30.0,
     tally: Consumption | None = None,
+    spans: Spans | None = None,
 ) -> None:
     """Publish for ever. On cancellation what was sent is acknowledged and the rest is given back."""
     courier = Courier(nats_url, spec, name="noetl-grpc publish-outbox")
 
     async def publish(row: OutboxRow) -> None:
-        await courier.send(message_of(row))
+        if spans is None:
+            await courier.send(message_of(row))
+            return
+        origins = (value for name, value in row.headers.items() if name.lower() == TRACE_HEADER)
+        with spans.publish(destination_of(row), origins, message_id=message_id(row)) as span:
+            await courier.send(message_of(row, traceparent=span.traceparent))
 
     carrying = asyncio.create_task(courier.run())
     consuming = asyncio.create_task(
