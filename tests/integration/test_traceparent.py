@@ -13,8 +13,7 @@ from noetlpb.v1 import replay_pb2_grpc as replay_rpc
 
 from tests.conftest import AUTHORIZATION
 from tests.factories import EXECUTION_ID, add_catalog_entry, make_event, make_native
-from tests.traces import OTHER_TRACEPARENT, TRACEPARENT
-from tests.unit.core.test_traceparent import MALFORMED
+from tests.traces import MALFORMED, OTHER_TRACEPARENT, TRACEPARENT
 
 #: Those that gRPC lets through as metadata.
 SENDABLE = [text for text in MALFORMED if text.isascii() and text.strip() == text]

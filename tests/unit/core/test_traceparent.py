@@ -5,21 +5,7 @@ from __future__ import annotations
 import pytest
 
 from noetl_grpc.core.traceparent import is_traceparent, trace_id, traced_components
-from tests.traces import TRACE, TRACEPARENT
-
-MALFORMED = [
-    "",
-    "00",
-    TRACEPARENT.upper(),
-    f"{TRACEPARENT}-01",
-    f" {TRACEPARENT}",
-    f"{TRACEPARENT}\n",
-    f"ff{TRACEPARENT[2:]}",
-    f"00-{'0' * 32}-b7ad6b7169203331-01",
-    f"00-{TRACE}-{'0' * 16}-01",
-    TRACEPARENT.replace("a", "g"),
-    TRACEPARENT.replace("0", "٠"),
-]
+from tests.traces import MALFORMED, TRACE, TRACEPARENT
 
 
 @pytest.mark.parametrize("text", MALFORMED)
