@@ -7,8 +7,8 @@ from typing import Any
 CATALOG_ID = 7_000_003
 
 #: Twenty events are one frame with two commands; ten frames are one stage and one loop; a few business objects
-#: are touched again and again; a stage has two payloads. About 460 bytes of JSON each. $1 execution, $2 catalog entry, $3 first event,
-#: $4 last event, $5 events that one stage has.
+#: are touched again and again; a stage has two payloads. About 460 bytes of JSON each. $1 execution, $2 catalog entry,
+#: $3 first event, $4 last event, $5 events that one stage has.
 _WRITE = """
 INSERT INTO noetl.event (
     execution_id, catalog_id, event_id, event_type, node_name, status,
