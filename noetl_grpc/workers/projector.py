@@ -133,6 +133,13 @@ class Projector:
 
     async def run_once(self, subscription: JetStreamContext.PullSubscription) -> None:
         """One batch; none within a second is fine."""
+        await self._settle_next(subscription)
+        # The wait_for of Python 3.11, by which messages are fetched, forgets a cancellation that comes with its result.
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise asyncio.CancelledError
+
+    async def _settle_next(self, subscription: JetStreamContext.PullSubscription) -> None:
         try:
             batch = await subscription.fetch(BATCH_MESSAGES, timeout=FETCH_SECONDS)
         except TimeoutError:
