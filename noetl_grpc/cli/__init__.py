@@ -7,24 +7,12 @@ from typing import Annotated
 
 import typer
 
-from noetl_grpc.cli import (
-    demo,
-    measure,
-    outbox,
-    projection,
-    replay,
-    run,
-    schema,
-    subscription,
-    tailer,
-    token,
-    top,
-    workers,
-)
+from noetl_grpc.cli.lazy import LazyGroup, add_stand_ins
 from noetl_grpc.errors import SchemaError, SettingsError
 
 app = typer.Typer(
     name="noetl-grpc",
+    cls=LazyGroup,
     help=(
         "The gRPC service in front of NoETL's event log.\n\n"
         "Start with [bold]noetl-grpc dev[/bold]: it runs everything on this machine.\n\n"
@@ -34,16 +22,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-for part in (run.app, demo.app, top.app, workers.app, replay.app, schema.app, measure.app):
-    app.registered_commands += part.registered_commands
-for name, group in (
-    ("outbox", outbox.app),
-    ("subscription", subscription.app),
-    ("projection", projection.app),
-    ("tailer", tailer.app),
-    ("token", token.app),
-):
-    app.add_typer(group, name=name)
+add_stand_ins(app)
 
 
 def _show_version(wanted: bool) -> None:

@@ -50,7 +50,7 @@ async def demo(
         int, typer.Option(help="So many executions; 0 is one of each kind, and with --rate no end.", min=0)
     ] = 0,
 ) -> None:
-    """Write sample executions into a development server and watch them flow. Exits with 1 if they get stuck.
+    """Write sample executions and watch them flow. For a development server; exits with 1 if they get stuck.
 
     Example: noetl-grpc demo --rate 50
     """

@@ -29,7 +29,7 @@ def check(
     small: Annotated[bool, typer.Option("--small", help="The size that the tests run.")] = False,
     as_json: _AsJson = False,
 ) -> None:
-    """Run a fault scenario on temporary servers, and exit with 1 on a violation.
+    """Run a fault scenario on temporary servers. Exits with 1 on a violation.
 
     Example: noetl-grpc check outbox --seed 7
     """

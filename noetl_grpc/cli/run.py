@@ -67,7 +67,7 @@ def dev(
         Path | None, typer.Option(help="Load your own catalog entries (YAML files) from this folder.")
     ] = None,
 ) -> None:
-    """Run PostgreSQL, NATS, the server and its tailer on this machine. Ctrl-C ends everything.
+    """Run PostgreSQL, NATS, the server and its workers on this machine. Ctrl-C ends everything.
 
     Example: noetl-grpc dev --port 0 --ready-file ready.json
     """

@@ -39,7 +39,7 @@ async def top(
     interval: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.2, max=60)] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Look twice, print one screen and end.")] = False,
 ) -> None:
-    """A live screen: outbox, tailer, events, read model, subscriptions and RPCs. q ends it.
+    """A live screen of a server. Outbox, tailer, events, read model, subscriptions and RPCs; q ends it.
 
     Example: noetl-grpc top --address noetl.example.org:443 --tls --token-file token
     """

@@ -42,7 +42,7 @@ async def publish(
         int, typer.Option(help="How long it recognises a message that is sent again.", min=1)
     ] = 600,
 ) -> None:
-    """Publish outbox rows to JetStream, in order per execution, until SIGTERM.
+    """Publish outbox rows to JetStream, in order per execution. SIGTERM ends it with nothing held.
 
     Example: noetl-grpc publish-outbox --nats-url nats://broker:4222
     """
@@ -74,7 +74,7 @@ async def project(
         ),
     ] = ACK_WAIT_SECONDS,
 ) -> None:
-    """Advance the snapshot of every execution whose events reach the stream, until SIGTERM.
+    """Advance the snapshots of executions as their events arrive. SIGTERM ends it after the batch at hand.
 
     Example: noetl-grpc run-projector --nats-url nats://broker:4222
     """

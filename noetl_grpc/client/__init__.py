@@ -11,14 +11,44 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from noetl_grpc.client.channel import CALL_SECONDS, FileToken, Line, Tls, open_channel
 from noetl_grpc.client.consume import Consumption, Release
+from noetl_grpc.client.events import EventEnvelope, NativeEvent
 from noetl_grpc.client.operations import OperationsClient
-from noetl_grpc.client.outbox import OutboxClient
-from noetl_grpc.client.projection import ProjectionClient
-from noetl_grpc.client.replay import ReplayClient
-from noetl_grpc.client.subscription import SubscriptionClient
+from noetl_grpc.client.outbox import (
+    DeadOutboxFilter,
+    OutboxClient,
+    OutboxFailure,
+    OutboxMessage,
+    OutboxOutcome,
+    OutboxRow,
+)
+from noetl_grpc.client.projection import EventKey, ProjectionCheck, ProjectionClient, PurgePolicy
+from noetl_grpc.client.replay import Cutoff, ReplayClient
+from noetl_grpc.client.state import FoldRules, ReplayedState, ReplayProjection
+from noetl_grpc.client.subscription import Subscription, SubscriptionClient, SubscriptionState
 from noetl_grpc.settings import ClientSettings
 
-__all__ = ["Consumption", "NoetlClient", "Release", "Tls"]
+__all__ = [
+    "Consumption",
+    "Cutoff",
+    "DeadOutboxFilter",
+    "EventEnvelope",
+    "EventKey",
+    "FoldRules",
+    "NativeEvent",
+    "NoetlClient",
+    "OutboxFailure",
+    "OutboxMessage",
+    "OutboxOutcome",
+    "OutboxRow",
+    "ProjectionCheck",
+    "PurgePolicy",
+    "Release",
+    "ReplayProjection",
+    "ReplayedState",
+    "Subscription",
+    "SubscriptionState",
+    "Tls",
+]
 
 
 class NoetlClient:
