@@ -556,6 +556,11 @@ class ClientSettings:
             )
         return settings.completed(folder)
 
+    @property
+    def uses_tls(self) -> bool:
+        """Whether TLS is asked for, be it by naming one of its files."""
+        return self.tls or any((self.tls_authorities, self.tls_certificate, self.tls_key))
+
     def completed(self, folder: Path = Path()) -> ClientSettings:
         """With the address and token of a development server filled in, but its token sent to nobody else."""
         running = _dev_server(folder / DEV_READY_FILE)

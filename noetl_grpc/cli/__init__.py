@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -45,6 +46,8 @@ def options(
 
 def main() -> None:
     """The entry point: what the user can mend is said in one line, without a traceback."""
+    # gRPC's library would write lines of its own beside ours. It reads this when it is loaded.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         app()
     except SettingsError as error:

@@ -19,7 +19,7 @@ _Subject = Annotated[str, typer.Option(help="Only rows with this subject.")]
 _Execution = Annotated[int | None, typer.Option(help="Only rows of this execution.", min=1)]
 _DeadBefore = Annotated[str, typer.Option(help="Only rows that died before, such as 2026-05-01T12:00:00Z.")]
 _Ids = Annotated[list[int] | None, typer.Option("--id", help="Only this row; repeat it for more.", min=1)]
-_Shard = Annotated[int | None, typer.Option(help="Only rows of this shard.", min=0)]
+_Shard = Annotated[int | None, typer.Option(help="Only rows of this shard.", min=0, max=9999)]
 
 
 @command(app)

@@ -19,6 +19,7 @@ from rich.progress import (
 from noetl_grpc.cli import form
 from noetl_grpc.cli.remote import Session, command, refuse
 from noetl_grpc.cli.state import show_state
+from noetl_grpc.cli.words import parse_id
 from noetl_grpc.client.projection import (
     AdvancedProjection,
     EventKey,
@@ -298,10 +299,10 @@ async def retry(
 
 
 def _key(text: str) -> EventKey:
-    execution_id, slash, event_id = text.partition("/")
-    if not slash or not execution_id.isdecimal() or not event_id.isdecimal():
+    execution_id, event_id = map(parse_id, text.partition("/")[::2])
+    if execution_id is None or event_id is None:
         refuse(f"{text!r} is not EXECUTION/EVENT, such as 4242/99")
-    return EventKey(int(execution_id), int(event_id))
+    return EventKey(execution_id, event_id)
 
 
 def _progress(session: Session) -> Progress:

@@ -37,6 +37,19 @@ EXIT_DENIED = 4
 
 _PANEL = "Server"
 
+#: What a person can do about an answer that is no.
+_NEXT = {
+    "SUBSCRIPTION_NOT_FOUND": "`noetl-grpc subscription list` shows those that there are.",
+    "CATALOG_ENTRY_NOT_FOUND": "Register a path of NoETL's catalog; `dev` has demo/order_events.",
+    "NOT_A_SUBSCRIPTION": "Register a path whose kind is Subscription.",
+    "PROJECTION_NOT_FOUND": "Try `noetl-grpc projection advance`.",
+    "ILLEGAL_TRANSITION": "`noetl-grpc subscription get` shows its state.",
+    "ETAG_MISMATCH": "Look at it again, and use the etag that you then see.",
+    "STATE_TOO_LARGE": "Ask for one surface with --projection.",
+    "CONFLICT": "Try again.",
+    "INTERNAL": "The server's log says more; please report it.",
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Connection:
@@ -73,10 +86,18 @@ class _Connection:
 
     def settings(self) -> ClientSettings:
         """The environment, with what the command line says instead."""
+        for option, file in (
+            ("--token-file", self.token_file),
+            ("--tls-ca", self.tls_ca),
+            ("--tls-cert", self.tls_cert),
+            ("--tls-key", self.tls_key),
+        ):
+            if file is not None:
+                _require_readable(option, file)
         given = (
             ClientSettings.from_env(folder=Path("/nowhere")) if self.address else ClientSettings.from_env()
         )
-        return replace(
+        settings = replace(
             given,
             address=self.address or given.address,
             tls=self.tls or given.tls,
@@ -84,6 +105,9 @@ class _Connection:
             tls_certificate=self.tls_cert or given.tls_certificate,
             tls_key=self.tls_key or given.tls_key,
         ).completed()
+        if (settings.tls_certificate is None) != (settings.tls_key is None):
+            refuse("--tls-cert and --tls-key belong together; give both or neither")
+        return settings
 
 
 @dataclass(slots=True)
@@ -153,8 +177,10 @@ def command(
 
 def _run(connection: _Connection, function: Callable[..., Awaitable[None]], options: dict[str, Any]) -> None:
     settings = connection.settings()
-    if connection.token_file is not None:
-        _require_readable(connection.token_file)
+    for name, value in options.items():
+        for number in value if isinstance(value, list) else (value,):
+            if isinstance(number, int):
+                require_fit(number, name.replace("_", "-"))
 
     async def work() -> None:
         async with NoetlClient.from_settings(settings, token_file=connection.token_file) as client:
@@ -163,22 +189,22 @@ def _run(connection: _Connection, function: Callable[..., Awaitable[None]], opti
     try:
         run_loop(work())
     except NoetlError as error:
-        raise typer.Exit(complain(error, settings.address)) from None
+        raise typer.Exit(complain(error, settings)) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 
 
-def complain(error: NoetlError, address: str) -> int:
+def complain(error: NoetlError, settings: ClientSettings) -> int:
     """Say what went wrong and what to do next; returns the exit code."""
-    code, hint = _advice(error, address)
+    code, hint = _advice(error, settings)
     text = error.message.rstrip(".")
     if code == EXIT_UNREACHABLE and error.reason in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
-        text = f"no server answers at {address}"
+        text = f"no server answers at {settings.address}"
     typer.echo(f"noetl-grpc: {text}.{' ' + hint if hint else ''}", err=True)
     return code
 
 
-def _advice(error: NoetlError, address: str) -> tuple[int, str]:
+def _advice(error: NoetlError, settings: ClientSettings) -> tuple[int, str]:
     if isinstance(error, AuthNotConfigured):
         return EXIT_DENIED, "Set NOETL_INTERNAL_API_TOKEN where the server runs."
     if isinstance(error, Unauthenticated):
@@ -186,14 +212,16 @@ def _advice(error: NoetlError, address: str) -> tuple[int, str]:
     if isinstance(error, PermissionDenied):
         return EXIT_DENIED, "Use a token with that scope; `noetl-grpc token new` makes one."
     if isinstance(error, Unavailable) and error.reason == "UNAVAILABLE":
+        if settings.uses_tls:
+            return EXIT_UNREACHABLE, "Check the address, that it speaks TLS, and who signed its certificate."
         return EXIT_UNREACHABLE, "Start one with `noetl-grpc dev`, or name another with --address."
     if isinstance(error, Unavailable | DeadlineExceeded):
         return EXIT_UNREACHABLE, "Try again in a moment."
     if isinstance(error, ResourceExhausted) and error.retry_after_seconds is not None:
         return EXIT_UNREACHABLE, "Try again in a moment."
     if isinstance(error, InvalidRequest):
-        return EXIT_USAGE, ""
-    return EXIT_NEGATIVE, ""
+        return EXIT_USAGE, "`--help` shows how it is meant."
+    return EXIT_NEGATIVE, _NEXT.get(error.reason, "")
 
 
 def refuse(text: str) -> NoReturn:
@@ -202,11 +230,18 @@ def refuse(text: str) -> NoReturn:
     raise typer.Exit(EXIT_USAGE)
 
 
-def _require_readable(path: Path) -> None:
+def require_fit(number: int, name: str) -> int:
+    """A number as it is, if it can be sent."""
+    if abs(number) >= 2**63:
+        refuse(f"{name} {number} can't be used; it has more than 64 bits")
+    return number
+
+
+def _require_readable(option: str, path: Path) -> None:
     try:
         path.open("rb").close()
     except OSError as error:
-        refuse(f"--token-file {path} can't be read: {error.strerror}")
+        refuse(f"{option} {path} can't be read: {error.strerror}")
 
 
 def _plain(value: Any) -> Any:

@@ -10,7 +10,7 @@ from rich.live import Live
 from noetl_grpc.cli import form
 from noetl_grpc.cli.remote import Session, command, refuse
 from noetl_grpc.cli.state import Step, add_to_steps, render_state, show_state
-from noetl_grpc.cli.words import parse_time, parse_word
+from noetl_grpc.cli.words import parse_id, parse_time, parse_word
 from noetl_grpc.client.replay import EVERYTHING, Cutoff
 from noetl_grpc.client.state import FoldRules, ReplayedState, ReplayProjection
 
@@ -192,6 +192,7 @@ class _Replay:
 
 
 def _cutoff(text: str, option: str) -> Cutoff:
-    if text.isdecimal():
-        return Cutoff(event_id=int(text))
+    event_id = parse_id(text)
+    if event_id is not None:
+        return Cutoff(event_id=event_id)
     return Cutoff(time=parse_time(text, option=option))

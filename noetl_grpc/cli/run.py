@@ -78,7 +78,11 @@ def dev(
         typer.echo(f"noetl-grpc: {error.name} is missing; pip install 'noetl-grpc[embedded]'", err=True)
         raise typer.Exit(1) from None
     logs.configure(level="info", form="auto")
-    data_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        typer.echo(f"noetl-grpc: --data-dir {data_dir} can't be used: {error.strerror}", err=True)
+        raise typer.Exit(2) from None
     try:
         run_loop(_dev(console, port, data_dir, ready_file, catalog, with_workers=not no_workers))
     except LaunchError as error:

@@ -10,7 +10,7 @@ import typer
 
 from noetl_grpc.cli import form
 from noetl_grpc.cli.remote import Session, command
-from noetl_grpc.cli.words import parse_word
+from noetl_grpc.cli.words import parse_id, parse_word
 from noetl_grpc.client.subscription import Subscription, SubscriptionState
 
 app = typer.Typer(help="Long-lived subscriptions and their lifecycle.", no_args_is_help=True)
@@ -217,7 +217,7 @@ async def watch(
 
     Example: noetl-grpc subscription watch demo/
     """
-    subscription_id = int(which) if which.isdecimal() else None
+    subscription_id = parse_id(which)
     path_prefix = which if which and subscription_id is None else None
     async for change in session.client.subscription.watch(
         subscription_id=subscription_id, path_prefix=path_prefix
@@ -233,8 +233,9 @@ async def watch(
 
 
 async def _find(session: Session, which: str) -> int:
-    if which.isdecimal():
-        return int(which)
+    subscription_id = parse_id(which)
+    if subscription_id is not None:
+        return subscription_id
     return (await session.client.subscription.find(which)).subscription_id
 
 

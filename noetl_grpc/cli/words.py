@@ -6,9 +6,14 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import TypeVar
 
-from noetl_grpc.cli.remote import refuse
+from noetl_grpc.cli.remote import refuse, require_fit
 
 E = TypeVar("E", bound=StrEnum)
+
+
+def parse_id(text: str) -> int | None:
+    """A number, unless it is something else."""
+    return require_fit(int(text), "id") if text.isdecimal() else None
 
 
 def parse_time(text: str, *, option: str) -> datetime:

@@ -114,8 +114,8 @@ class NoetlClient:
 
 
 def _tls(settings: ClientSettings) -> Tls | None:
-    files = (settings.tls_authorities, settings.tls_certificate, settings.tls_key)
-    if not settings.tls and not any(files):
+    if not settings.uses_tls:
         return None
+    files = (settings.tls_authorities, settings.tls_certificate, settings.tls_key)
     authorities, certificate, key = (None if file is None else file.read_bytes() for file in files)
     return Tls(authorities=authorities, certificate=certificate, key=key)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from noetl_grpc.errors import Internal, NoetlError, Overloaded, Unavailable
+from noetl_grpc.errors import Internal, NoetlError, Overloaded, Unauthenticated, Unavailable
 from noetl_grpc.status import from_rpc_error
 from noetl_grpc.tracing import outgoing
 
@@ -106,10 +106,17 @@ class FileToken:
         self._token = ""
 
     def __call__(self) -> str:
-        status = self._path.stat()
-        if (status.st_mtime_ns, status.st_ino) != self._seen:
-            self._token = self._path.read_text().strip()
-            self._seen = (status.st_mtime_ns, status.st_ino)
+        try:
+            status = self._path.stat()
+            if (status.st_mtime_ns, status.st_ino) != self._seen:
+                self._token = self._path.read_text().strip()
+                self._seen = (status.st_mtime_ns, status.st_ino)
+        except (OSError, UnicodeDecodeError) as error:
+            # One that is just being replaced will be back; until then the token that we have may do.
+            if self._seen is None:
+                raise Unauthenticated(
+                    f"the token file {self._path} can't be read", reason="TOKEN_MISSING"
+                ) from error
         return self._token
 
 
@@ -186,6 +193,12 @@ class Line:
     def metadata(self) -> Sequence[tuple[str, str]]:
         """What goes with every call."""
         token = self._token()
+        if not (token.isascii() and token.isprintable()):
+            # gRPC would fail on it without a word about the token.
+            raise Unauthenticated(
+                "the token has characters that can't be sent; expected one line of printable ASCII",
+                reason="TOKEN_MALFORMED",
+            )
         return (*((("authorization", f"Bearer {token}"),) if token else ()), *outgoing())
 
     async def call(

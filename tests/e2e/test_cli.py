@@ -31,6 +31,7 @@ def cli(server: Server, tmp_path: Path) -> Cli:
 
 async def test_wrong_token_no_token_no_server_bad_arguments_unknown_things(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "wrong").write_text("wrong")
+    (tmp_path / "lines").write_text("two\nlines")
     cases = (
         (cli("outbox", "stats", "--token-file", "wrong", code=4), "--token-file"),
         (cli("outbox", "stats", code=4, NOETL_INTERNAL_API_TOKEN=""), "NOETL_INTERNAL_API_TOKEN"),
@@ -45,6 +46,12 @@ async def test_wrong_token_no_token_no_server_bad_arguments_unknown_things(cli: 
         (cli("outbox", "dead", "--dead-before", "soon", code=2), "--dead-before"),
         (cli("subscription", "list", "--state", "odd", code=2), "active"),
         (cli("outbox", "stats", "--token-file", "nowhere", code=2), "nowhere"),
+        (cli("outbox", "stats", "--token-file", "lines", code=4), "one line"),
+        (cli("outbox", "stats", "--tls-ca", "nowhere", code=2), "nowhere"),
+        (cli("outbox", "stats", "--tls-ca", "wrong", code=3), "TLS"),
+        (cli("outbox", "stats", "--tls-cert", "wrong", code=2), "--tls-key"),
+        (cli("replay", 2**63, code=2), "64 bits"),
+        (cli("subscription", "get", 2**63, code=2), "64 bits"),
         (cli("outbox", "stats", code=2, NOETL_GRPC_TLS="maybe"), "NOETL_GRPC_TLS"),
     )
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 import noetl_grpc
-from noetl_grpc.client.channel import NOT_REPEATABLE, REPEATABLE, FileToken, service_config
-from noetl_grpc.errors import SettingsError
+from noetl_grpc.client.channel import NOT_REPEATABLE, REPEATABLE, FileToken, Line, service_config
+from noetl_grpc.errors import SettingsError, Unauthenticated
 from noetl_grpc.server import SERVICES
 from noetl_grpc.settings import ClientSettings
 
@@ -45,6 +46,37 @@ def test_a_token_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
     fresh.replace(path)
 
     assert token() == "second"
+
+
+def test_a_token_file_that_is_just_being_replaced_does_no_harm(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text("first\n")
+    token = FileToken(path)
+    assert token() == "first"
+
+    path.unlink()
+
+    assert token() == "first"
+
+
+def test_a_token_file_that_can_not_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff")
+
+    for name in ("nowhere", "binary"):
+        with pytest.raises(Unauthenticated, match=name) as raised:
+            FileToken(tmp_path / name)()
+        assert raised.value.reason == "TOKEN_MISSING"
+
+
+@pytest.mark.parametrize("token", ["two\nlines", "tök", "bell\x07"])
+def test_a_token_that_can_not_be_sent_is_said_so_and_not_shown(token: str) -> None:
+    line = Line(Mock(), token=lambda: token, timeout_seconds=1.0)
+
+    with pytest.raises(Unauthenticated, match="printable ASCII") as raised:
+        line.metadata()
+
+    assert raised.value.reason == "TOKEN_MALFORMED"
+    assert token not in str(raised.value)
 
 
 def test_all_public_names_exist_and_are_sorted() -> None:
