@@ -52,7 +52,7 @@ class Cli:
         assert code is None or answer.code == code, f"{arguments}: {answer}"
         return answer
 
-    async def start(self, *arguments: object, **env: str) -> asyncio.subprocess.Process:
+    async def start(self, *arguments: object, stderr: int = PIPE, **env: str) -> asyncio.subprocess.Process:
         """Start it and leave it running."""
         inherited = {
             key: value
@@ -63,7 +63,7 @@ class Cli:
             *(sys.executable, "-m", "noetl_grpc", *map(str, arguments)),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=PIPE,
-            stderr=PIPE,
+            stderr=stderr,
             cwd=self.folder,
             env={**inherited, "COLUMNS": "160", **self.env, **env},
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from typing import Annotated, TypedDict
 
 import typer
@@ -179,16 +180,26 @@ class _Replay:
     async def watch(self) -> None:
         """Each batch of new events, folded anew; as JSON one state per line."""
         steps: dict[str, Step] = {}
-        with Live(console=self._session.console, auto_refresh=False, transient=False) as live:
-            async for batch in self._replay.batches(self._execution_id, follow=True, **self._tenant):
-                add_to_steps(steps, batch.events)
-                if not batch.caught_up and not steps:
-                    continue
-                state = await self._folded()
-                if self._session.as_json:
-                    self._session.line(state)
-                else:
+        if self._session.as_json:
+            async for state in self._states(steps):
+                self._session.line(state)
+        elif self._session.console.is_terminal:
+            with Live(console=self._session.console, auto_refresh=False) as live:
+                async for state in self._states(steps):
                     live.update(render_state(state, steps.values()), refresh=True)
+        else:
+            async for state in self._states(steps):
+                show_state(self._session, state, steps.values())
+
+    async def _states(self, steps: dict[str, Step]) -> AsyncIterator[ReplayedState]:
+        """The present, then one state for each change; the pages of a long history are not folded one by one."""
+        has_news = True
+        async for batch in self._replay.batches(self._execution_id, follow=True, **self._tenant):
+            add_to_steps(steps, batch.events)
+            has_news = has_news or bool(batch.events)
+            if batch.caught_up and has_news:
+                has_news = False
+                yield await self._folded()
 
 
 def _cutoff(text: str, option: str) -> Cutoff:

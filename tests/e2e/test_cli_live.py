@@ -1,0 +1,113 @@
+"""Commands that go on for a while: what they show meanwhile, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import signal
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import asyncpg
+import pytest
+
+from noetl_grpc import NoetlClient
+from noetl_grpc.cli.story import Story, stories
+from noetl_grpc.server import Server
+from tests.cli import Cli
+from tests.conftest import TOKEN
+from tests.subscriptions import add_entry
+
+
+@pytest.fixture
+def cli(server: Server, tmp_path: Path) -> Cli:
+    """The command line, told of the server by the environment."""
+    return Cli(tmp_path, {"NOETL_GRPC_ADDRESS": server.address, "NOETL_INTERNAL_API_TOKEN": TOKEN})
+
+
+@pytest.fixture
+async def story(conn: asyncpg.Connection) -> Story:
+    """An execution that is not in the log yet."""
+    catalog_id = await add_entry(conn, "demo/order", kind="playbook")
+    ids = itertools.count(1000)
+    telling = stories(lambda: next(ids), catalog_id=catalog_id, parent_id=1, now=lambda: datetime.now(UTC))
+    return next(telling)
+
+
+@asynccontextmanager
+async def running(process: Process) -> AsyncIterator[Process]:
+    """A process that is not left behind."""
+    try:
+        async with asyncio.timeout(40):
+            yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.communicate()
+
+
+async def _next_line(process: Process) -> Any:
+    assert process.stdout is not None
+    return json.loads(await process.stdout.readline())
+
+
+async def test_a_watched_replay_tells_the_present_and_each_change_until_ctrl_c(
+    cli: Cli, client: NoetlClient, story: Story
+) -> None:
+    first, rest = story.events[:2], story.events[2:]
+    await client.projection.project_events(first)
+
+    async with running(await cli.start("replay", story.execution_id, "--watch", "--json")) as process:
+        present = await _next_line(process)
+        await client.projection.project_events(rest)
+        later = await _next_line(process)
+        process.send_signal(signal.SIGINT)
+        _, said = await process.communicate()
+
+    assert (present["event_count"], present["execution"]["status"]) == (2, "RUNNING")
+    assert (later["event_count"], later["execution"]["status"]) == (len(story.events), "COMPLETED")
+    assert present["execution_id"] == str(story.execution_id)
+    assert process.returncode == 130
+    assert said == b""
+
+
+async def test_a_watched_replay_reads_well_where_it_is_not_a_terminal(
+    cli: Cli, client: NoetlClient, story: Story
+) -> None:
+    async with running(await cli.start("replay", story.execution_id, "--watch")) as process:
+        assert process.stdout is not None
+        nothing = await process.stdout.readuntil(b"sha256")
+        await client.projection.project_events(story.events)
+        everything = await process.stdout.readuntil(b"sha256")
+        process.send_signal(signal.SIGINT)
+        await process.communicate()
+
+    assert b"0 events" in nothing
+    assert b"COMPLETED" in everything
+    assert b"start" in everything
+    assert process.returncode == 130
+
+
+@pytest.mark.parametrize(
+    "arguments", [("replay", "7", "--watch", "--json"), ("top", "--json", "--interval", "0.2")]
+)
+async def test_who_reads_only_the_first_line_meets_no_traceback(
+    cli: Cli, client: NoetlClient, story: Story, arguments: tuple[str, ...]
+) -> None:
+    async with running(await cli.start(*arguments)) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        await process.stdout.readline()
+        process.stdout._transport.close()  # type: ignore[attr-defined]  # as `| head -1` does
+        await client.projection.project_events([replace(event, execution_id=7) for event in story.events])
+        said = await process.stderr.read()
+        await process.wait()
+
+    assert said == b""
+    assert process.returncode == 1
