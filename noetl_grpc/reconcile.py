@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime, timedelta
 from time import monotonic, time_ns
@@ -61,8 +61,9 @@ class Reconciler:
             republished = 0
             if not dry_run:
                 for shard in shards:
-                    republished += await shard.republish(broker)
-                self._metrics.stream_republished.inc(republished)
+                    async for amount in shard.republish(broker):
+                        republished += amount
+                        self._metrics.stream_republished.inc(amount)
         checked, missing = (sum(counts) for counts in zip(*found, strict=True))
         if missing:
             logger.warning("%d of %d events were not in the stream", missing, checked)
@@ -137,8 +138,8 @@ class _Shard:
         await reconciling.gather_parked(self._conn, since=parked_since, until=last)
         return await reconciling.keep_missing(self._conn)
 
-    async def republish(self, broker: Broker) -> int:
-        """Publish what is missing; how many events the broker took."""
+    async def republish(self, broker: Broker) -> AsyncIterator[int]:
+        """Publish what is missing; page by page, how many events the broker took."""
         renderer = Renderer(
             self._conn,
             message_bytes_max=broker.message_bytes_max,
@@ -146,13 +147,11 @@ class _Shard:
             # The broker may still remember the id of the message that it lost.
             identify=lambda key: repair_id(key.execution_id, key.event_id, now_ms=time_ns() // 1_000_000),
         )
-        republished = 0
         last: Key | None = None
         while keys := await reconciling.missing_keys(self._conn, after=last, limit=renderer.page_size):
             count, batch = await renderer.render(keys)
             last = keys[count - 1]
-            republished += await self._publish(broker, batch)
-        return republished
+            yield await self._publish(broker, batch)
 
     async def _publish(self, broker: Broker, batch: Batch) -> int:
         try:

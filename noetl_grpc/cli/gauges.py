@@ -242,7 +242,7 @@ def _tailer(reading: Reading) -> RenderableType:
         "TAILER",
         "leader",
         "lag",
-        "behind",
+        "lag time",
         "in flight",
         "parked",
         "published",
@@ -255,7 +255,7 @@ def _tailer(reading: Reading) -> RenderableType:
         table.add_row(
             f"shard {one.shard} {one.mode.value.lower()}",
             "[green]here[/green]" if one.leader else "–",
-            f"{one.lag_events:,}",
+            form.count(one.lag_events, "event"),
             form.span(one.lag_seconds),
             f"{one.in_flight:,}",
             _alarm(one.parked, "red"),

@@ -10,12 +10,12 @@ from typing import Annotated, Any
 import orjson
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from noetl_grpc.benches import frame as benches
 from noetl_grpc.checks import frame as checks
 from noetl_grpc.cli.loop import run as run_loop
+from noetl_grpc.cli.progress import bar
 
 app = typer.Typer()
 
@@ -38,7 +38,7 @@ def check(
         return
     _require_known(name, checks.names())
     seed = seed or secrets.randbelow(2**31 - 1) + 1
-    with _progress(as_json) as progress:
+    with _progress() as progress:
         verdict = run_loop(
             _awaitable(checks.load(name).run(size="small" if small else "full", seed=seed, progress=progress))
         )
@@ -80,7 +80,7 @@ def bench(
     flags = frozenset(flag for flag, given in (("fresh", fresh), ("raw", raw), ("latency", latency)) if given)
     documents = []
     for one in [name] if name else benches.names():
-        with _progress(as_json) as progress:
+        with _progress() as progress:
             options = benches.Options(
                 quick=quick, database_url=database_url, nats_url=nats_url, flags=flags, progress=progress
             )
@@ -129,17 +129,11 @@ def _text(document: object) -> str:
 
 
 @contextmanager
-def _progress(as_json: bool) -> Iterator[benches.Progress]:
-    """A bar on the terminal's standard error; nothing where nobody looks."""
-    console = Console(stderr=True)
-    if as_json and not console.is_terminal:
-        yield benches.silent
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("starting", total=None)
+def _progress() -> Iterator[benches.Progress]:
+    with bar(Console(stderr=True)) as shown:
+        task = shown.add_task("starting", total=None)
 
         def show(text: str, done: int = 0, total: int = 0) -> None:
-            bar.update(task, description=text, completed=done, total=total or None)
+            shown.update(task, description=text, completed=done, total=total or None)
 
         yield show

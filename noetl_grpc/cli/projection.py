@@ -7,16 +7,9 @@ from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
 
 from noetl_grpc.cli import form
+from noetl_grpc.cli.progress import bar, counted
 from noetl_grpc.cli.remote import Session, command, refuse
 from noetl_grpc.cli.state import show_state
 from noetl_grpc.cli.words import parse_id
@@ -26,6 +19,7 @@ from noetl_grpc.client.projection import (
     FailedAdvance,
     ProjectionCheck,
     ProjectionVerification,
+    Purged,
     PurgePolicy,
 )
 
@@ -50,8 +44,8 @@ async def advance(
     """
     advanced: list[AdvancedProjection] = []
     failed: list[FailedAdvance] = []
-    with _progress(session) as bar:
-        task = bar.add_task("folding", total=len(execution_ids))
+    with bar(session.aside) as shown:
+        task = shown.add_task("folding", total=len(execution_ids))
         for start in range(0, len(execution_ids), ADVANCE_AT_ONCE):
             part = execution_ids[start : start + ADVANCE_AT_ONCE]
             answer = await session.client.projection.advance(
@@ -59,7 +53,7 @@ async def advance(
             )
             advanced += answer.advanced
             failed += answer.failed
-            bar.advance(task, len(part))
+            shown.advance(task, len(part))
     if session.as_json:
         session.document({"advanced": session.plain(tuple(advanced)), "failed": session.plain(tuple(failed))})
     else:
@@ -138,12 +132,12 @@ async def verify(
     """
     outcomes: Counter[str] = Counter()
     wrong: list[ProjectionVerification] = []
-    with _progress(session) as bar:
-        task = bar.add_task("folding and comparing", total=len(execution_ids) if execution_ids else None)
+    with bar(session.aside) as shown:
+        task = shown.add_task("folding and comparing", total=len(execution_ids) if execution_ids else None)
         async for one in session.client.projection.verify(
             execution_ids or (), repair=repair, tenant_id=tenant, organization_id=organization
         ):
-            bar.advance(task)
+            shown.advance(task)
             outcomes[one.outcome.value] += 1
             if one.outcome is not ProjectionCheck.SAME:
                 wrong.append(one)
@@ -197,8 +191,7 @@ async def purge(
         event_retention_days=events_days,
         outbox_retention_days=outbox_days,
     )
-    with session.aside.status("looking for what is old" if dry_run else "deleting what is old"):
-        found = await session.client.projection.purge(policy, dry_run=dry_run)
+    found = await _purge(session, policy, dry_run=dry_run)
     if session.as_json:
         session.document(found)
         return
@@ -218,6 +211,20 @@ async def purge(
             ("kept", "because", ""),
             ((kept.partition, kept.reason, form.short(kept.detail, 60)) for kept in found.partitions_kept),
         )
+
+
+async def _purge(session: Session, policy: PurgePolicy, *, dry_run: bool) -> Purged:
+    purge = session.client.projection.purge
+    total = None
+    if dry_run or session.aside.is_terminal:
+        with session.aside.status("looking for what is old"):
+            found = await purge(policy, dry_run=True)
+        if dry_run:
+            return found
+        total = found.commands_purged + found.runtime_purged + found.outbox_purged + found.events_purged
+    return await counted(
+        session, purge(policy), "deleting what is old", counter="noetl_cleanup_rows_purged_total", total=total
+    )
 
 
 @command(app)
@@ -303,16 +310,3 @@ def _key(text: str) -> EventKey:
     if execution_id is None or event_id is None:
         refuse(f"{text!r} is not EXECUTION/EVENT, such as 4242/99")
     return EventKey(execution_id, event_id)
-
-
-def _progress(session: Session) -> Progress:
-    return Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=session.aside,
-        transient=True,
-        disable=not session.aside.is_terminal,
-    )

@@ -2,46 +2,95 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import UTC, datetime
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from noetl_grpc.cli import form
+from noetl_grpc.cli.progress import LOOK_SECONDS, bar, counted
 from noetl_grpc.cli.remote import Session, command
 from noetl_grpc.cli.words import parse_time
+from noetl_grpc.client.operations import TailerMode, TailerShardStatus
 
 app = typer.Typer(help="The way of committed events to the broker.", no_args_is_help=True)
 
+Shards = tuple[TailerShardStatus, ...]
+
 
 @command(app)
-async def status(session: Session) -> None:
+async def status(
+    session: Session,
+    watch: Annotated[
+        bool,
+        typer.Option(
+            "--watch", help="Stay until all is published, with a bar. Exits with 1 if the tailer is off."
+        ),
+    ] = False,
+) -> None:
     """Where the tailer stands, shard by shard.
 
-    Example: noetl-grpc tailer status
+    Example: noetl-grpc tailer status --watch
     """
     shards = await session.client.operations.tailer_status()
+    if watch:
+        shards = await _until_level(session, shards)
     if session.as_json:
-        session.document({"shards": [session.plain(shard) for shard in shards]})
-        return
+        (session.line if watch else session.document)(_document(session, shards))
+    else:
+        _show(session, shards)
+    if watch and any(one.mode is TailerMode.DISABLED for one in shards):
+        session.no()
+
+
+async def _until_level(session: Session, shards: Shards) -> Shards:
+    """The first status with nothing left to publish; as JSON those before it are lines too."""
+    most = 0
+    with bar(session.aside) as shown:
+        task = shown.add_task("publishing", total=None)
+        while any(map(_is_behind, shards)):
+            lag = sum(one.lag_events for one in shards)
+            # Writers go on meanwhile, so there may come more.
+            most = max(most, lag)
+            shown.update(task, completed=most - lag, total=most)
+            if session.as_json:
+                session.line(_document(session, shards))
+            await asyncio.sleep(LOOK_SECONDS)
+            shards = await session.client.operations.tailer_status()
+    return shards
+
+
+def _is_behind(shard: TailerShardStatus) -> bool:
+    # While there is an error the lag may be unknown.
+    return shard.mode is not TailerMode.DISABLED and bool(shard.lag_events or shard.last_error)
+
+
+def _document(session: Session, shards: Shards) -> dict[str, Any]:
+    return {"shards": [session.plain(shard) for shard in shards]}
+
+
+def _show(session: Session, shards: Shards) -> None:
     now = datetime.now(UTC)
     session.table(
-        ("shard", "mode", "leader", "lag", "behind", "in flight", "parked", "last published", "last error"),
+        ("shard", "mode", "leader", "lag", "lag time", "in flight", "parked", "published"),
         (
             (
                 str(one.shard),
                 one.mode.value.lower(),
                 "here" if one.leader else "–",
-                f"{one.lag_events:,}",
+                form.count(one.lag_events, "event"),
                 form.span(one.lag_seconds),
                 f"{one.in_flight:,}",
                 f"[red]{one.parked:,}[/red]" if one.parked else "0",
                 form.ago(one.last_published_at, now),
-                form.short(one.last_error, 40),
             )
             for one in shards
         ),
     )
+    for one in shards:
+        if one.last_error:
+            session.say(f"[red]shard {one.shard}: {form.short(one.last_error, 200)}[/red]")
 
 
 @command(app)
@@ -59,12 +108,13 @@ async def reconcile(
 
     Example: noetl-grpc tailer reconcile --dry-run
     """
-    with session.aside.status("comparing the log with the stream"):
-        found = await session.client.operations.reconcile_stream(
-            since=parse_time(since, option="--since") if since else None,
-            until=parse_time(until, option="--until") if until else None,
-            dry_run=dry_run,
-        )
+    work = session.client.operations.reconcile_stream(
+        since=parse_time(since, option="--since") if since else None,
+        until=parse_time(until, option="--until") if until else None,
+        dry_run=dry_run,
+    )
+    text = "comparing the log with the stream" if dry_run else "comparing, and publishing again"
+    found = await counted(session, work, text, counter="noetl_event_stream_republished_total")
     if session.as_json:
         session.document(found)
     else:

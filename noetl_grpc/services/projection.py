@@ -234,15 +234,12 @@ class ProjectionServicer(rpc.ProjectionServiceServicer):
         )
 
     async def PurgeStale(self, request: pb.PurgeStaleRequest, context: Context) -> pb.PurgeStaleResponse:
-        purged = await purge(self._shards, policy_from_pb(request.policy), is_dry_run=request.dry_run)
-        if not request.dry_run:
-            for table, amount in (
-                ("command", purged.commands),
-                ("runtime", purged.runtimes),
-                ("outbox", purged.outbox_rows),
-                ("event", len(purged.dropped)),
-            ):
-                self._metrics.cleanup_rows_purged.labels(table).inc(amount)
+        purged = await purge(
+            self._shards,
+            policy_from_pb(request.policy),
+            is_dry_run=request.dry_run,
+            count=lambda table, amount: self._metrics.cleanup_rows_purged.labels(table).inc(amount),
+        )
         return pb.PurgeStaleResponse(
             commands_purged=purged.commands,
             runtime_purged=purged.runtimes,

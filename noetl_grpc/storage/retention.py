@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -24,6 +25,9 @@ LOCK_PAUSE_SECONDS = 0.5
 
 _ID_MIN = -(2**63)
 
+#: Told of a table, and how many of its rows (of events: partitions) have just gone.
+Count = Callable[[str, int], None]
+
 
 @dataclass(slots=True)
 class Purged:
@@ -36,22 +40,24 @@ class Purged:
     kept: list[tuple[str, Keep]] = field(default_factory=list)
 
 
-async def purge(shards: Shards, policy: Policy, *, is_dry_run: bool) -> Purged:
-    """Purge every shard, and the runtimes of the cluster database."""
+async def purge(shards: Shards, policy: Policy, *, is_dry_run: bool, count: Count) -> Purged:
+    """Purge every shard, and the runtimes of the cluster database. Each page is counted when it is gone."""
     async with shards.cluster.acquire() as conn:
         now: datetime = await conn.fetchval(queries["present"])
     purged = Purged()
     if policy.runtime_staleness is not None:
-        purged.runtimes = await _purge_runtimes(shards.cluster, now - policy.runtime_staleness, is_dry_run)
+        purged.runtimes = await _purge_runtimes(
+            shards.cluster, now - policy.runtime_staleness, is_dry_run, count
+        )
     for shard, pool in enumerate(shards.pools):
         if policy.command_retention is not None:
-            purged.commands += await _purge_commands(pool, now - policy.command_retention, is_dry_run)
+            purged.commands += await _purge_commands(pool, now - policy.command_retention, is_dry_run, count)
         if policy.outbox_retention is not None:
-            purged.outbox_rows += await _purge_outbox(pool, now - policy.outbox_retention, is_dry_run)
+            purged.outbox_rows += await _purge_outbox(pool, now - policy.outbox_retention, is_dry_run, count)
         if policy.event_retention is not None:
             suffix = f"@{shard}" if len(shards) > 1 else ""
             await _purge_events(
-                pool, now - policy.event_retention, purged, suffix=suffix, is_dry_run=is_dry_run
+                pool, now - policy.event_retention, purged, suffix=suffix, is_dry_run=is_dry_run, count=count
             )
         if not is_dry_run:
             async with pool.acquire() as conn:
@@ -59,53 +65,56 @@ async def purge(shards: Shards, policy: Policy, *, is_dry_run: bool) -> Purged:
     return purged
 
 
-async def _purge_runtimes(pool: Pool, cutoff: datetime, is_dry_run: bool) -> int:
+async def _purge_runtimes(pool: Pool, cutoff: datetime, is_dry_run: bool, count: Count) -> int:
     if is_dry_run:
-        return await _count(pool, "count_stale_runtimes", cutoff)
+        return await _count_rows(pool, "count_stale_runtimes", cutoff)
     total = 0
     while True:
         async with pool.acquire() as conn:
             purged = int((await conn.execute(queries["purge_runtimes"], cutoff, PAGE_ROWS)).split()[-1])
+        count("runtime", purged)
         total += purged
         if purged < PAGE_ROWS:
             return total
 
 
-async def _purge_commands(pool: Pool, cutoff: datetime, is_dry_run: bool) -> int:
+async def _purge_commands(pool: Pool, cutoff: datetime, is_dry_run: bool, count: Count) -> int:
     if is_dry_run:
-        return await _count(pool, "count_old_commands", cutoff)
+        return await _count_rows(pool, "count_old_commands", cutoff)
     total, place = 0, (_ID_MIN, _ID_MIN)
     while True:
         async with pool.transaction() as conn:
             await conn.execute(queries["prefer_index_joins"])
             page = await conn.fetchrow(queries["purge_commands"], cutoff, *place, PAGE_ROWS)
+        count("command", page["purged"])
         total += int(page["purged"])
         if page["command_id"] is None:
             return total
         place = (page["execution_id"], page["command_id"])
 
 
-async def _purge_outbox(pool: Pool, cutoff: datetime, is_dry_run: bool) -> int:
+async def _purge_outbox(pool: Pool, cutoff: datetime, is_dry_run: bool, count: Count) -> int:
     if is_dry_run:
-        return await _count(pool, "count_old_outbox_rows", cutoff)
+        return await _count_rows(pool, "count_old_outbox_rows", cutoff)
     total, place = 0, _ID_MIN
     while True:
         async with pool.transaction() as conn:
             await conn.execute(queries["prefer_index_joins"])
             page = await conn.fetchrow(queries["purge_outbox"], cutoff, place, PAGE_ROWS)
+        count("outbox", page["purged"])
         total += int(page["purged"])
         if page["outbox_id"] is None:
             return total
         place = page["outbox_id"]
 
 
-async def _count(pool: Pool, query: str, cutoff: datetime) -> int:
+async def _count_rows(pool: Pool, query: str, cutoff: datetime) -> int:
     async with pool.acquire() as conn:
         return int(await conn.fetchval(queries[query], cutoff))
 
 
 async def _purge_events(
-    pool: Pool, cutoff: datetime, purged: Purged, *, suffix: str, is_dry_run: bool
+    pool: Pool, cutoff: datetime, purged: Purged, *, suffix: str, is_dry_run: bool, count: Count
 ) -> None:
     async with pool.acquire() as conn:
         partitions = await read_partitions(conn)
@@ -116,6 +125,8 @@ async def _purge_events(
             # Another purge has dropped it.
             continue
         if keep is None:
+            if not is_dry_run:
+                count("event", 1)
             purged.dropped.append(partition.name + suffix)
         else:
             purged.kept.append((partition.name + suffix, keep))

@@ -242,6 +242,12 @@ async def test_parked_events_are_listed_and_tried_again(cli: Cli, client: NoetlC
     assert "deleted" in counted.out
 
 
+async def test_a_tailer_that_is_off_is_not_waited_for(cli: Cli) -> None:
+    answer = await cli("tailer", "status", "--watch", code=1)
+
+    assert "disabled" in answer.out
+
+
 async def test_top_prints_one_screen_or_lines_of_json(cli: Cli) -> None:
     screen, line = await asyncio.gather(
         cli("top", "--once", "--interval", "0.2"), cli("top", "--once", "--interval", "0.2", "--json")

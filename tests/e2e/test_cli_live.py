@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import signal
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator
@@ -111,3 +112,48 @@ async def test_who_reads_only_the_first_line_meets_no_traceback(
 
     assert said == b""
     assert process.returncode == 1
+
+
+ROWS = 2500
+LOCK = 4242
+
+
+async def test_a_purge_shows_how_far_it_is(cli: Cli, conn: asyncpg.Connection) -> None:
+    await conn.execute(
+        f"""
+        INSERT INTO noetl.outbox (event_id, payload, status, published_at)
+        SELECT n, '{{}}', 'PUBLISHED', now() - interval '9 days' FROM generate_series(1, {ROWS}) AS n;
+        CREATE FUNCTION wait_for_the_test() RETURNS trigger LANGUAGE plpgsql AS
+            'BEGIN PERFORM pg_advisory_xact_lock({LOCK}); RETURN OLD; END';
+        CREATE TRIGGER waits BEFORE DELETE ON noetl.outbox
+            FOR EACH ROW WHEN (OLD.event_id = {ROWS}) EXECUTE FUNCTION wait_for_the_test();
+        SELECT pg_advisory_lock({LOCK});
+        """
+    )
+    async with _terminal() as (screen, descriptor):
+        process = await cli.start("projection", "purge", "--outbox-days", "1", "--json", stderr=descriptor)
+        async with running(process):
+            # Two of three pages are gone; the third waits.
+            shown = await screen.readuntil(b"2000/2500")
+            await conn.execute(f"SELECT pg_advisory_unlock({LOCK})")
+            out, _ = await process.communicate()
+
+    assert b"deleting" in shown
+    assert json.loads(out)["outbox_purged"] == ROWS
+    assert process.returncode == 0
+
+
+@asynccontextmanager
+async def _terminal() -> AsyncIterator[tuple[asyncio.StreamReader, int]]:
+    """What a terminal shows, and the descriptor of its other side."""
+    ours, theirs = os.openpty()
+    reader = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    transport, _ = await loop.connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(ours, "rb", buffering=0)
+    )
+    try:
+        yield reader, theirs
+    finally:
+        os.close(theirs)
+        transport.close()

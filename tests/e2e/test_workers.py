@@ -278,11 +278,12 @@ async def test_the_demo_flows_through_everything_and_the_tailer_tells(
         _running(publish_outbox(client, nats_url=nats.url, spec=SPEC)),
     ):
         told = (await cli("demo", "--json")).document
-        load, status, table, compared = await asyncio.gather(
+        load, status, table, compared, watched = await asyncio.gather(
             cli("demo", "--rate", "100", "--executions", "10", "--json"),
             cli("tailer", "status", "--json"),
             cli("tailer", "status"),
             cli("tailer", "reconcile", "--dry-run", "--json"),
+            cli("tailer", "status", "--watch", "--json"),
         )
 
     assert (told["in_stream"], told["outbox_empty"]) == (True, True)
@@ -291,4 +292,5 @@ async def test_the_demo_flows_through_everything_and_the_tailer_tells(
     assert (load.document["executions"], load.document["rejected"]) == (10, 0)
     assert [shard["mode"] for shard in status.document["shards"]] == ["SNAPSHOT"]
     assert "snapshot" in table.out
+    assert [shard["lag_events"] for shard in watched.lines[-1]["shards"]] == [0]
     assert compared.document["missing"] == compared.document["republished"] == 0
