@@ -54,8 +54,13 @@ def main() -> None:
         sys.exit(_say(error, code=2))
     except SchemaError as error:
         sys.exit(_say(error, code=1))
+    except ModuleNotFoundError as error:
+        # `dev`, `check` and `bench` need an extra; that of its servers is said where they are looked for.
+        if error.name != "yaml":
+            raise
+        sys.exit(_say("PyYAML is missing; pip install 'noetl-grpc[embedded]'", code=1))
 
 
-def _say(error: Exception, *, code: int) -> int:
-    typer.echo(f"noetl-grpc: {error}", err=True)
+def _say(what: object, *, code: int) -> int:
+    typer.echo(f"noetl-grpc: {what}", err=True)
     return code

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated, TypeVar
 
 import orjson
 import typer
@@ -18,6 +18,8 @@ from noetl_grpc.cli.loop import run as run_loop
 from noetl_grpc.cli.progress import bar
 
 app = typer.Typer()
+
+T = TypeVar("T")
 
 _AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 
@@ -34,14 +36,13 @@ def check(
     Example: noetl-grpc check outbox --seed 7
     """
     if not name:
-        _list("check", {known: checks.load(known).SUMMARY for known in checks.names()})
+        _list({known: checks.load(known).SUMMARY for known in checks.names()}, as_json)
         return
     _require_known(name, checks.names())
     seed = seed or secrets.randbelow(2**31 - 1) + 1
     with _progress() as progress:
-        verdict = run_loop(
-            _awaitable(checks.load(name).run(size="small" if small else "full", seed=seed, progress=progress))
-        )
+        scenario = checks.load(name)
+        verdict = _run(scenario.run(size="small" if small else "full", seed=seed, progress=progress))
     if as_json:
         typer.echo(_text(verdict.document()))
     else:
@@ -84,7 +85,7 @@ def bench(
             options = benches.Options(
                 quick=quick, database_url=database_url, nats_url=nats_url, flags=flags, progress=progress
             )
-            cases = run_loop(_awaitable(benches.load(one).run(options)))
+            cases = _run(benches.load(one).run(options))
         documents.append({"bench": one, "cases": [case.document() for case in cases]})
         if not as_json:
             _show_cases(one, cases)
@@ -92,12 +93,24 @@ def bench(
         typer.echo(_text(documents[0] if name else documents))
 
 
-async def _awaitable(job: Any) -> Any:
-    return await job
+def _run(job: Awaitable[T]) -> T:
+    from noetl_grpc.dev.process import LaunchError
+
+    async def work() -> T:
+        return await job
+
+    try:
+        return run_loop(work())
+    except LaunchError as error:
+        typer.echo(f"noetl-grpc: {error}", err=True)
+        raise typer.Exit(1) from None
 
 
-def _list(what: str, summaries: dict[str, str]) -> None:
-    table = Table(what, "what it shows", box=None, pad_edge=False)
+def _list(summaries: dict[str, str], as_json: bool) -> None:
+    if as_json:
+        typer.echo(_text({"checks": [{"check": name, "summary": text} for name, text in summaries.items()]}))
+        return
+    table = Table("check", "what it shows", box=None, pad_edge=False)
     for name, summary in summaries.items():
         table.add_row(name, summary)
     Console().print(table)

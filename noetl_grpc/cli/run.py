@@ -71,12 +71,9 @@ def dev(
 
     Example: noetl-grpc dev --port 0 --ready-file ready.json
     """
+    from noetl_grpc.dev.process import LaunchError
+
     console = Console(stderr=True)
-    try:
-        from noetl_grpc.dev.process import LaunchError
-    except ImportError as error:
-        typer.echo(f"noetl-grpc: {error.name} is missing; pip install 'noetl-grpc[embedded]'", err=True)
-        raise typer.Exit(1) from None
     logs.configure(level="info", form="auto")
     try:
         data_dir.mkdir(parents=True, exist_ok=True)

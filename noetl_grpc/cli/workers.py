@@ -6,15 +6,17 @@ import asyncio
 import signal
 from collections.abc import Coroutine
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 
 from noetl_grpc import logs
 from noetl_grpc.cli.remote import Session, command
+from noetl_grpc.client import Consumption
 from noetl_grpc.settings import WorkerSettings
 from noetl_grpc.tracing import exporting
-from noetl_grpc.workers.projector import ACK_WAIT_SECONDS, DURABLE, run_projector
+from noetl_grpc.workers.projector import ACK_WAIT_SECONDS, DURABLE, Progress, run_projector
 from noetl_grpc.workers.publisher import publish_outbox, stream_spec
 
 app = typer.Typer()
@@ -49,6 +51,7 @@ async def publish(
     worker = WorkerSettings.from_env(nats_url=nats_url)
     logs.configure(level=worker.log_level, form=worker.log_format)
     spec = stream_spec(retention_seconds=retention_seconds, dedup_seconds=dedup_seconds)
+    tally = Consumption()
     async with exporting(worker.tracing.endpoint, service="noetl-grpc-publish-outbox") as spans:
         await until_signal(
             publish_outbox(
@@ -57,9 +60,11 @@ async def publish(
                 spec=spec,
                 concurrency=concurrency,
                 lease_seconds=lease_seconds,
+                tally=tally,
                 spans=spans,
             )
         )
+    _tell(session, tally)
 
 
 @command(app, "run-projector")
@@ -80,6 +85,7 @@ async def project(
     """
     worker = WorkerSettings.from_env(nats_url=nats_url)
     logs.configure(level=worker.log_level, form=worker.log_format)
+    progress = Progress()
     async with exporting(worker.tracing.endpoint, service="noetl-grpc-run-projector") as spans:
         await until_signal(
             run_projector(
@@ -87,8 +93,20 @@ async def project(
                 nats_url=worker.nats_url,
                 durable=durable,
                 ack_wait_seconds=ack_wait_seconds,
+                progress=progress,
                 spans=spans,
             )
+        )
+    _tell(session, progress)
+
+
+def _tell(session: Session, done: Consumption | Progress) -> None:
+    """What it has done in its life."""
+    if session.as_json:
+        session.document(done)
+    else:
+        session.say(
+            ", ".join(f"{number:,} {word.replace('_', ' ')}" for word, number in asdict(done).items())
         )
 
 

@@ -6,7 +6,12 @@ import asyncio
 import hashlib
 import itertools
 import json
+import os
 import signal
+import sys
+from asyncio.subprocess import PIPE
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -16,9 +21,12 @@ import pytest
 from noetl_grpc import EventEnvelope, NoetlClient, OutboxMessage
 from noetl_grpc.cli.story import Story, stories
 from noetl_grpc.server import Server
+from noetl_grpc.settings import Settings
 from tests.cli import Cli
 from tests.conftest import TOKEN
 from tests.subscriptions import add_entry
+
+StartServer = Callable[[Settings], Awaitable[Server]]
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -37,21 +45,14 @@ async def test_wrong_token_no_token_no_server_bad_arguments_unknown_things(cli: 
         (cli("outbox", "stats", code=4, NOETL_INTERNAL_API_TOKEN=""), "NOETL_INTERNAL_API_TOKEN"),
         (cli("outbox", "stats", "--address", "127.0.0.1:1", code=3), "noetl-grpc dev"),
         (cli("subscription", "get", "99", code=1), "99"),
-        (cli("subscription", "get", "demo/none", code=1), "demo/none"),
         (cli("subscription", "register", "demo/none", code=1), "demo/none"),
         (cli("projection", "get", "99", code=1), "99"),
         (cli("projection", "retry", code=2), "--all"),
         (cli("replay", "7", "--rules", "odd", code=2), "union"),
-        (cli("outbox", "requeue", code=2), "--all"),
-        (cli("outbox", "dead", "--dead-before", "soon", code=2), "--dead-before"),
-        (cli("subscription", "list", "--state", "odd", code=2), "active"),
         (cli("outbox", "stats", "--token-file", "nowhere", code=2), "nowhere"),
         (cli("outbox", "stats", "--token-file", "lines", code=4), "one line"),
-        (cli("outbox", "stats", "--tls-ca", "nowhere", code=2), "nowhere"),
         (cli("outbox", "stats", "--tls-ca", "wrong", code=3), "TLS"),
-        (cli("outbox", "stats", "--tls-cert", "wrong", code=2), "--tls-key"),
         (cli("replay", 2**63, code=2), "64 bits"),
-        (cli("subscription", "get", 2**63, code=2), "64 bits"),
         (cli("outbox", "stats", code=2, NOETL_GRPC_TLS="maybe"), "NOETL_GRPC_TLS"),
     )
 
@@ -265,16 +266,17 @@ async def test_a_subscription_from_registration_to_its_end(cli: Cli, conn: async
 
     registered = (await cli("subscription", "register", "demo/feed", "--json")).document
     subscription_id = registered["subscription"]["subscription_id"]
-    await cli("subscription", "activate", subscription_id, "--actor", "ann", "--reason", "go live")
+    active = await cli(
+        "subscription", "activate", subscription_id, "--actor", "ann", "--reason", "go live", "--json"
+    )
     etag = (await cli("subscription", "get", subscription_id, "--json")).document["etag"]
-    states = [
-        (await cli("subscription", action, subscription_id, "--json")).document["state"]
-        for action in ("pause", "resume", "drain")
-    ]
+    paused = await cli("subscription", "pause", subscription_id, "--json")
+    resumed = await cli("subscription", "resume", subscription_id, "--json")
+    draining = await cli("subscription", "drain", subscription_id, "--json")
     illegal = await cli("subscription", "pause", subscription_id, code=1)
     outdated = await cli("subscription", "deactivate", subscription_id, "--etag", etag, code=1)
-    await cli("subscription", "deactivate", subscription_id)
-    events, table, living, ended, listing = await asyncio.gather(
+    ended = await cli("subscription", "deactivate", subscription_id, "--json")
+    events, table, living, past, listing = await asyncio.gather(
         cli("subscription", "events", "demo/feed", "--json"),
         cli("subscription", "events", subscription_id),
         cli("subscription", "list", "--state", "active", "--json"),
@@ -284,7 +286,8 @@ async def test_a_subscription_from_registration_to_its_end(cli: Cli, conn: async
 
     assert isinstance(subscription_id, str)
     assert registered["created"] is True
-    assert states == ["PAUSED", "ACTIVE", "DRAINING"]
+    states = [answer.document["state"] for answer in (active, paused, resumed, draining, ended)]
+    assert states == ["ACTIVE", "PAUSED", "ACTIVE", "DRAINING", "DEACTIVATED"]
     assert "DRAINING" in illegal.err
     assert "etag" in outdated.err
     assert [event["state"] for event in events.lines] == [
@@ -297,5 +300,55 @@ async def test_a_subscription_from_registration_to_its_end(cli: Cli, conn: async
     ]
     assert "go live" in table.out
     assert living.lines == []
-    assert [one["subscription_id"] for one in ended.lines] == [subscription_id]
+    assert [one["subscription_id"] for one in past.lines] == [subscription_id]
     assert "demo/feed" in listing.out
+
+
+async def test_a_token_that_was_made_is_let_in_where_its_scope_is_enough(
+    settings: Settings, start_server: StartServer, tmp_path: Path
+) -> None:
+    file = tmp_path / "tokens.json"
+    made = await Cli(tmp_path)("token", "new", "ops", "--scope", "outbox:read", "--file", file, "--json")
+    (tmp_path / "token").write_text(made.document["token"])
+    server = await start_server(replace(settings, tokens_file=file))
+    cli = Cli(tmp_path, {"NOETL_GRPC_ADDRESS": server.address})
+
+    known, checked, allowed, denied = await asyncio.gather(
+        cli("token", "list", "--file", file, "--json"),
+        cli("token", "check", "--file", file, "--token-file", "token", "--json"),
+        cli("outbox", "pending", "--token-file", "token", "--json"),
+        cli("subscription", "list", "--token-file", "token", "--json", code=4),
+    )
+
+    assert [one["name"] for one in known.document["tokens"]] == ["ops"]
+    assert checked.document["ok"] is True
+    assert allowed.document == {"pending": 0}
+    assert "subscription:read" in denied.err
+    assert made.document["token"] not in denied.err
+
+
+async def test_a_check_and_a_bench_tell_their_verdict(cli: Cli, database_url: str) -> None:
+    known = await cli("check", "--json")
+    verdict = await cli("check", "lifecycle", "--small", "--seed", "7", "--json")
+    measured = await cli("bench", "replay", "--quick", "--database-url", database_url, "--json")
+
+    assert "lifecycle" in [one["check"] for one in known.document["checks"]]
+    assert (verdict.document["seed"], verdict.document["violations"]) == (7, [])
+    assert measured.document["bench"] == "replay"
+    assert all({"case", "value", "control", "ratio"} <= set(case) for case in measured.document["cases"])
+
+
+async def test_bash_completes_commands() -> None:
+    program = (
+        'set -e; script=$(noetl-grpc --show-completion); eval "$script"\n'
+        "COMP_WORDS=(noetl-grpc outbox st); COMP_CWORD=2; _noetl_grpc_completion noetl-grpc\n"
+        'echo "${COMPREPLY[@]}"\n'
+    )
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+
+    process = await asyncio.create_subprocess_exec(
+        "bash", "-c", program, stdout=PIPE, env={**os.environ, "PATH": path}
+    )
+    out, _ = await process.communicate()
+
+    assert out == b"stats\n"

@@ -9,6 +9,7 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from pathlib import Path
 
 import asyncpg
 import grpc
@@ -17,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from noetlpb.v1 import operations_pb2, operations_pb2_grpc, outbox_pb2, outbox_pb2_grpc
 
 from noetl_grpc.dev.postgres import Postgres
+from tests.cli import Cli
 from tests.conftest import AUTHORIZATION, TOKEN
 
 Serve = Callable[..., Awaitable[tuple[Process, str]]]
@@ -127,51 +129,46 @@ async def test_a_server_that_waits_for_its_database_says_so_and_can_be_stopped(s
         assert await process.wait() == 0
 
 
-async def _noetl_grpc(*arguments: str, **env: str) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of the command."""
-    inherited = {
-        key: value for key, value in os.environ.items() if not key.startswith(("NOETL_", "POSTGRES_"))
-    }
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "noetl_grpc", *arguments), stdout=PIPE, stderr=PIPE, env=inherited | env
-    )
-    said, complained = await process.communicate()
-    return process.returncode or 0, said.decode(), complained.decode()
+@pytest.fixture
+def cli(tmp_path: Path) -> Cli:
+    """The command line, without a server."""
+    return Cli(tmp_path)
 
 
 @pytest.mark.timeout(60)
-async def test_migrate_twice_changes_nothing_and_verify_agrees(postgres: Postgres) -> None:
+async def test_migrate_twice_changes_nothing_and_verify_agrees(cli: Cli, postgres: Postgres) -> None:
     conn = await asyncpg.connect(postgres.url())
     await conn.execute("CREATE DATABASE migrate_cli")
     url = postgres.url("migrate_cli")
 
-    unverified = await _noetl_grpc("migrate", "--verify", NOETL_DATABASE_URL=url)
-    first = await _noetl_grpc("migrate", NOETL_DATABASE_URL=url)
-    second = await _noetl_grpc("migrate", NOETL_DATABASE_URL=url)
-    verified = await _noetl_grpc("migrate", "--verify", NOETL_DATABASE_URL=url)
+    unverified = await cli("migrate", "--verify", "--json", code=1, NOETL_DATABASE_URL=url)
+    first = await cli("migrate", "--json", NOETL_DATABASE_URL=url)
+    second = await cli("migrate", NOETL_DATABASE_URL=url)
+    verified = await cli("migrate", "--verify", NOETL_DATABASE_URL=url)
     await conn.execute("DROP DATABASE migrate_cli")
     await conn.close()
 
-    assert unverified[0] == 1
-    assert first[0] == 0
-    assert (second[0], second[1]) == (0, "database 0: 0 changes applied\n")
-    assert (verified[0], verified[1]) == (0, "database 0: as expected\n")
+    assert unverified.document["ok"] is False
+    (found,) = unverified.document["databases"]
+    assert "noetl.log_cursor" in " ".join(one["what"] for one in found["differences"])
+    (made,) = first.document["databases"]
+    assert (first.document["ok"], made["missing"], made["blocked"]) == (True, [], [])
+    assert made["applied"]
+    assert second.out == "database 0: 0 changes applied\n"
+    assert verified.out == "database 0: as expected\n"
 
 
-async def test_migrate_prints_the_same_sql_every_time() -> None:
-    first, second = await _noetl_grpc("migrate", "--sql"), await _noetl_grpc("migrate", "--sql")
+async def test_migrate_prints_the_same_sql_every_time(cli: Cli) -> None:
+    first, second = await cli("migrate", "--sql"), await cli("migrate", "--sql")
 
     assert first == second
-    assert "CREATE TABLE IF NOT EXISTS noetl.log_cursor" in first[1]
+    assert "CREATE TABLE IF NOT EXISTS noetl.log_cursor" in first.out
 
 
-async def test_migrate_of_a_database_that_is_away_says_so() -> None:
-    code, _, complained = await _noetl_grpc(
-        "migrate", NOETL_DATABASE_URL="postgresql://nobody@127.0.0.1:1/none"
-    )
+async def test_migrate_of_a_database_that_is_away_says_so(cli: Cli) -> None:
+    answer = await cli("migrate", code=3, NOETL_DATABASE_URL="postgresql://nobody@127.0.0.1:1/none")
 
-    assert code == 3
-    assert complained.count("\n") == 1
+    assert answer.err.count("\n") == 1
 
 
 async def test_sigterm_lets_a_running_call_finish_and_refuses_new_ones(

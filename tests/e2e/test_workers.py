@@ -155,7 +155,7 @@ async def test_sigterm_ends_the_publisher_with_nothing_held(
     await client.outbox.enqueue(
         OutboxMessage(event_id=n, execution_id=n % 50 + 1, payload_json="{}") for n in range(1, 3001)
     )
-    process = await cli.start("publish-outbox", NOETL_NATS_URL=nats.url)
+    process = await cli.start("publish-outbox", "--json", NOETL_NATS_URL=nats.url)
     try:
 
         async def has_begun() -> bool:
@@ -164,7 +164,7 @@ async def test_sigterm_ends_the_publisher_with_nothing_held(
         await until_answered(has_begun, seconds=20)
         process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(15):
-            _, said = await process.communicate()
+            told, said = await process.communicate()
     finally:
         if process.returncode is None:
             process.kill()
@@ -172,6 +172,7 @@ async def test_sigterm_ends_the_publisher_with_nothing_held(
     assert process.returncode == 0, said.decode()
     stats = await client.outbox.stats()
     published = await conn.fetchval("SELECT count(*) FROM noetl.outbox WHERE status = 'PUBLISHED'")
+    assert json.loads(told) == {"published": published, "failed": 0, "stale": 0, "streams": 1}
     assert (stats.in_flight, stats.delayed, stats.dead) == (0, 0, 0)
     assert stats.pending + published == 3000
     # At most once beyond what was acknowledged: those that were on their way.
@@ -226,6 +227,29 @@ async def test_events_on_the_stream_advance_the_snapshots(
 
     assert {one.outcome for one in verified} == {ProjectionCheck.SAME}
     assert len(verified) == 10
+
+
+async def test_sigterm_ends_the_projector_and_it_tells_what_it_did(
+    streaming: Settings, start_server: StartServer, nats: Nats, conn: asyncpg.Connection, tmp_path: Path
+) -> None:
+    server = await start_server(streaming)
+    cli = Cli(tmp_path, {"NOETL_GRPC_ADDRESS": server.address, "NOETL_INTERNAL_API_TOKEN": TOKEN})
+    process = await cli.start("run-projector", "--json", NOETL_NATS_URL=nats.url)
+    try:
+        async with NoetlClient(server.address, token=TOKEN) as client:
+            assert await _all_included(client, await _tell(client, conn, 2))
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(15):
+            told, said = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+
+    assert process.returncode == 0, said.decode()
+    assert b"Traceback" not in said
+    done = json.loads(told)
+    assert done["advanced"] >= 2
+    assert (done["failed"], done["given_up"]) == (0, 0)
 
 
 async def test_the_projector_outlives_server_and_broker(

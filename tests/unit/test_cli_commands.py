@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import pkgutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,6 +57,37 @@ def test_each_command_has_an_example_that_names_it(path: tuple[str, ...]) -> Non
     assert " ".join(("noetl-grpc", *path)) in text
 
 
+def _spoken(call: ast.Call) -> list[object]:
+    """The constant arguments of a call, those of a tuple that is unpacked into it as well."""
+    arguments = [
+        one
+        for argument in call.args
+        for one in (
+            argument.value.elts
+            if isinstance(argument, ast.Starred) and isinstance(argument.value, ast.Tuple)
+            else (argument,)
+        )
+    ]
+    return [one.value for one in arguments if isinstance(one, ast.Constant)]
+
+
+CALLS = [
+    _spoken(node)
+    for file in (Path(__file__).parent.parent / "e2e").glob("*.py")
+    for node in ast.walk(ast.parse(file.read_text()))
+    if isinstance(node, ast.Call)
+]
+
+
+@pytest.mark.parametrize("path", ALL, ids=" ".join)
+def test_each_command_is_tried_end_to_end_and_its_json_read(path: tuple[str, ...]) -> None:
+    calls = [words for words in CALLS if any(tuple(words[n : n + len(path)]) == path for n in range(6))]
+    has_json = any("--json" in option.opts for option in ALL[path].params)
+
+    assert [words for words in calls if "--json" in words or not has_json]
+    assert has_json or path in (("serve",), ("dev",))
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"]])
 def test_it_starts_without_what_only_its_commands_need(arguments: list[str]) -> None:
     heavy = {"asyncpg", "google.protobuf", "grpc", "nats", "noetl_grpc.client", "orjson"}
@@ -71,6 +104,32 @@ def test_it_starts_without_what_only_its_commands_need(arguments: list[str]) -> 
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
 
     assert done.stderr == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "missing"),
+    [
+        (["dev"], "sys.modules['yaml'] = None"),
+        (["check", "purge"], "postgres._installed_binaries = lambda: iter(())"),
+    ],
+)
+def test_without_the_embedded_servers_it_says_how_to_get_them(
+    arguments: list[str], missing: str, tmp_path: Path
+) -> None:
+    program = (
+        "import sys\n"
+        "from noetl_grpc.cli import main\n"
+        "from noetl_grpc.dev import postgres\n"
+        f"{missing}\n"
+        f"sys.argv = ['noetl-grpc', *{arguments}]\n"
+        "main()\n"
+    )
+
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
+
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "pip install 'noetl-grpc[embedded]'" in done.stderr
 
 
 def test_a_typing_error_is_understood() -> None:
