@@ -162,7 +162,7 @@ class ShardTailer:
 
     async def _lead(self, leadership: Leadership, facts: DatabaseFacts, broker: Broker) -> None:
         for change in await broker.ensure_stream(self._options.stream):
-            logger.warning("shard %d: %s", self.shard, change)
+            logger.info("shard %d: %s", self.shard, change)
         async with tailing.reader_session(self._database_url) as reader:
             tail = await self._open(leadership, facts, broker, reader)
             self.progress.in_flight = lambda: broker.in_flight

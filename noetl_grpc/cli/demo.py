@@ -148,7 +148,8 @@ async def _show(session: Session, told: list[Story], flow: _Flow) -> None:
     middle = order.events[len(order.events) // 2].event_id
     for line in (
         f"replay {order.execution_id}",
-        f"replay {order.execution_id} --diff {order.events[0].event_id} {middle}",
+        # From nothing: two long ids would not fit on a line of 80 columns.
+        f"replay {order.execution_id} --diff 0 {middle}",
         "top",
         "demo --rate 20",
     ):
@@ -217,25 +218,28 @@ async def _generate(session: Session, telling: Iterator[Story], *, rate: float, 
     written = _Written()
     clock = asyncio.get_running_loop().time
     began = clock()
-    with Live(console=session.aside, refresh_per_second=2, transient=True) as live:
-        while not executions or written.executions < executions:
-            due = int((clock() - began) * rate) + 1 - written.executions
-            if executions:
-                due = min(due, executions - written.executions)
-            told = list(islice(telling, max(0, min(due, EXECUTIONS_AT_ONCE))))
-            if told:
-                events = [event for story in told for event in story.events]
-                answer = await session.client.projection.project_events(events, enqueue_subject="")
-                written.executions += len(told)
-                written.events += answer.projected
-                written.rejected += len(answer.rejected)
-            live.update(_load_line(written, clock() - began))
-            await asyncio.sleep(min(0.2, 1 / rate))
-    seconds = clock() - began
-    if session.as_json:
-        session.document({**asdict(written), "seconds": round(seconds, 3)})
-    else:
-        session.say(_load_line(written, seconds))
+    try:
+        with Live(console=session.aside, refresh_per_second=2, transient=True) as live:
+            while not executions or written.executions < executions:
+                due = int((clock() - began) * rate) + 1 - written.executions
+                if executions:
+                    due = min(due, executions - written.executions)
+                told = list(islice(telling, max(0, min(due, EXECUTIONS_AT_ONCE))))
+                if told:
+                    events = [event for story in told for event in story.events]
+                    answer = await session.client.projection.project_events(events, enqueue_subject="")
+                    written.executions += len(told)
+                    written.events += answer.projected
+                    written.rejected += len(answer.rejected)
+                live.update(_load_line(written, clock() - began))
+                await asyncio.sleep(min(0.2, 1 / rate))
+    finally:
+        # Most end it by Ctrl-C, and want to know too.
+        seconds = clock() - began
+        if session.as_json:
+            session.document({**asdict(written), "seconds": round(seconds, 3)})
+        else:
+            session.say(_load_line(written, seconds))
 
 
 def _load_line(written: _Written, seconds: float) -> str:

@@ -21,8 +21,10 @@ from noetl_grpc.errors import NoetlError, PermissionDenied
 Labels = frozenset[tuple[str, str]]
 Key = tuple[str, Labels]
 
-#: A row each on the screen; the busiest ones.
-RPCS_SHOWN = 6
+#: A row each on the screen; the busiest ones, and more of them on a higher one.
+RPCS_SHOWN_MIN = 6
+#: What stands above them, with a tailer of one shard, and the last line, which stays empty.
+LINES_ABOVE = 17
 #: An instance that has not answered for so long no longer counts.
 FORGET_SECONDS = 30.0
 
@@ -136,7 +138,7 @@ class Reading:
         }
 
 
-def render(reading: Reading, columns: int) -> RenderableType:
+def render(reading: Reading, columns: int, lines: int) -> RenderableType:
     """The screen; readable at 80 columns and 24 lines."""
     grid = Table.grid(padding=(0, 2), expand=True)
     grid.add_column(ratio=1)
@@ -151,7 +153,7 @@ def render(reading: Reading, columns: int) -> RenderableType:
         "",
         _subscriptions(reading),
         "",
-        _rpcs(reading, columns),
+        _rpcs(reading, columns, max(RPCS_SHOWN_MIN, lines - LINES_ABOVE)),
     )
 
 
@@ -267,6 +269,8 @@ def _tailer(reading: Reading) -> RenderableType:
 
 
 def _subscriptions(reading: Reading) -> RenderableType:
+    if isinstance(reading.metrics, NoetlError):
+        return _panel("SUBSCRIPTIONS", [(_trouble(reading.metrics),)])
     meter = reading.meter
     levels = [(state, meter.level("noetl_subscriptions", state=state)) for state in _STATES]
     lost = meter.level("noetl_subscription_runtimes_dead")
@@ -282,7 +286,9 @@ def _subscriptions(reading: Reading) -> RenderableType:
     return line
 
 
-def _rpcs(reading: Reading, columns: int) -> RenderableType:
+def _rpcs(reading: Reading, columns: int, rows: int) -> RenderableType:
+    if isinstance(reading.metrics, NoetlError):
+        return _panel("RPC", [(_trouble(reading.metrics),)])
     meter = reading.meter
     table = Table(
         "RPC", "calls", "errors", "mean", "codes", box=None, pad_edge=False, header_style="bold cyan"
@@ -293,7 +299,7 @@ def _rpcs(reading: Reading, columns: int) -> RenderableType:
     handled = meter.rates_by("grpc_server_handled_total", "grpc_service", "grpc_method", "grpc_code")
     spent = meter.rates_by("grpc_server_handling_seconds_sum", "grpc_service", "grpc_method")
     ended = meter.rates_by("grpc_server_handling_seconds_count", "grpc_service", "grpc_method")
-    busiest = sorted(started, key=lambda key: (-started[key], key))[:RPCS_SHOWN]
+    busiest = sorted(started, key=lambda key: (-started[key], key))[:rows]
     for service, method in busiest:
         if not started[service, method]:
             continue
@@ -321,5 +327,10 @@ def _alarm(number: int, colour: str) -> str:
 
 
 def _trouble(error: NoetlError) -> str:
-    word = "not allowed" if isinstance(error, PermissionDenied) else error.reason.lower().replace("_", " ")
+    if isinstance(error, PermissionDenied):
+        word = "not allowed"
+    elif error.reason == "UNAVAILABLE":
+        word = "no answer; trying again"
+    else:
+        word = error.reason.lower().replace("_", " ")
     return f"[red]{form.short(word, 30)}[/red]"

@@ -233,7 +233,7 @@ def _greet(console: Console, running: Server, token: str, data_dir: Path) -> Non
     console.print(f"metrics  {running.metrics_url}", highlight=False)
     console.print("\nTry in another terminal:")
     for line, what in (
-        ("demo", "write sample executions and watch them flow"),
+        ("demo", "write samples and watch them flow"),
         ("top", "a live screen; q ends it"),
         ("outbox stats", "what waits to be published"),
     ):

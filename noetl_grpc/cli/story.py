@@ -144,7 +144,7 @@ def tell_import(teller: _Teller) -> str:
     }
     teller.tell("stage.closed", "import", stage_id=stage_id, meta=closing)
     teller.tell("playbook.completed")
-    return "import of 1,060 rows: a fan-out into four frames"
+    return "import of 1,060 rows: a fan-out"
 
 
 def tell_retry(teller: _Teller) -> str:

@@ -53,13 +53,13 @@ async def top(
             if session.as_json:
                 session.line(reading.document())
             else:
-                session.console.print(render(reading, session.console.width))
+                session.console.print(render(reading, *session.console.size))
             if once or not session.as_json:
                 return
     async with _keys() as pressed:
         with Live(console=session.console, screen=True, auto_refresh=False) as live:
             while True:
-                live.update(render(reading, session.console.width), refresh=True)
+                live.update(render(reading, *session.console.size), refresh=True)
                 if await _is_pressed(pressed, "qQ", seconds=interval):
                     return
                 reading = await watch.look()

@@ -113,7 +113,7 @@ async def run_projector(
             finally:
                 await connection.close()
         except nats.js.errors.NotFoundError:
-            logger.warning("there is no stream %s yet; the tailer makes it", STREAM)
+            logger.info("waiting for the stream %s; the tailer makes it", STREAM)
         except (nats.errors.Error, nats.js.errors.Error, OSError, TimeoutError) as error:
             logger.warning("the broker is out of reach (%s); trying again", type(error).__name__)
         await pause.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -15,7 +16,7 @@ from noetl_grpc.cli.story import TELLERS, stories
 from noetl_grpc.client.events import EventEnvelope
 from noetl_grpc.client.operations import MetricSample, ServerMetrics, TailerMode, TailerShardStatus
 from noetl_grpc.client.outbox import OutboxStats
-from noetl_grpc.errors import NoetlError, PermissionDenied
+from noetl_grpc.errors import NoetlError, PermissionDenied, Unavailable
 
 NOW = datetime(2026, 5, 1, 12, tzinfo=UTC)
 
@@ -121,24 +122,49 @@ def _reading(outbox: OutboxStats | NoetlError) -> Reading:
         tailer=(tailer,),
         parked=3,
         metrics=_metrics("a", 1),
-        meter=Meter(),
+        meter=_busy(),
     )
 
 
-@pytest.mark.parametrize("columns", [80, 120])
-def test_the_screen_fits_its_width_and_shows_what_matters(columns: int) -> None:
+def _busy() -> Meter:
+    """Thirty RPCs are called, the last one most often."""
+    meter = Meter()
+    for seconds in (0, 1):
+        labels = [{"grpc_service": "noetlpb.v1.X", "grpc_method": f"Method{n}"} for n in range(30)]
+        samples = (
+            MetricSample("grpc_server_started_total", label, seconds * n) for n, label in enumerate(labels)
+        )
+        meter.note(ServerMetrics("a", tuple(samples)), float(seconds))
+    return meter
+
+
+@pytest.mark.parametrize(("columns", "lines", "rpcs"), [(80, 24, 7), (120, 40, 23), (80, 10, 6)])
+def test_the_screen_fits_its_terminal_and_shows_what_matters(columns: int, lines: int, rpcs: int) -> None:
     stats = OutboxStats(1_234_567, 2, 3, 4, 5, timedelta(hours=30))
 
-    said = _text(render(_reading(stats), columns), columns)
+    said = _text(render(_reading(stats), columns, lines), columns)
 
     assert max(len(line) for line in said.splitlines()) <= columns
-    assert len(said.splitlines()) <= 24
+    assert len(said.splitlines()) <= max(23, lines - 1)
+    assert said.count("X/Method") == rpcs
+    assert "X/Method29" in said
     for word in ("1,234,567", "1 d 6 h", "12,345", "1 min 1 s", "snapshot", "here", "ACTIVE"):
         assert word in said
 
 
 def test_a_part_that_is_not_allowed_does_not_hide_the_others() -> None:
-    said = _text(render(_reading(PermissionDenied("no")), 80), 80)
+    said = _text(render(_reading(PermissionDenied("no")), 80, 24), 80)
 
     assert "not allowed" in said
     assert "12,345" in said
+
+
+def test_a_server_that_is_away_leaves_no_old_numbers_on_the_screen() -> None:
+    away = Unavailable("x", reason="UNAVAILABLE")
+    reading = replace(_reading(away), info=away, tailer=away, parked=away, metrics=away)
+
+    said = _text(render(reading, 80, 24), 80)
+
+    assert "no answer; trying again" in said
+    assert "X/Method" not in said
+    assert "ACTIVE" not in said
