@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import sys
-from asyncio.subprocess import PIPE
+from asyncio.subprocess import DEVNULL, PIPE
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,14 @@ class Cli:
         assert code is None or answer.code == code, f"{arguments}: {answer}"
         return answer
 
-    async def start(self, *arguments: object, stderr: int = PIPE, **env: str) -> asyncio.subprocess.Process:
+    async def start(
+        self,
+        *arguments: object,
+        stdin: int = DEVNULL,
+        stdout: int = PIPE,
+        stderr: int = PIPE,
+        **env: str,
+    ) -> asyncio.subprocess.Process:
         """Start it and leave it running."""
         inherited = {
             key: value
@@ -61,8 +68,8 @@ class Cli:
         }
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "noetl_grpc", *map(str, arguments)),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=PIPE,
+            stdin=stdin,
+            stdout=stdout,
             stderr=stderr,
             cwd=self.folder,
             env={**inherited, "COLUMNS": "160", **self.env, **env},

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from datetime import datetime
 from typing import Annotated, TypeVar
 
@@ -125,16 +126,25 @@ async def _keys() -> AsyncIterator[asyncio.Queue[str]]:
     import termios
     import tty
 
-    descriptor = sys.stdin.fileno()
+    # Opened anew: the event loop makes what it reads non-blocking, and standard input is shared with the output and
+    # with the shell, which would find it so after us.
+    descriptor = os.open(os.ttyname(sys.stdin.fileno()), os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     before = termios.tcgetattr(descriptor)
     loop = asyncio.get_running_loop()
+
+    def read() -> None:
+        with suppress(BlockingIOError):
+            for key in os.read(descriptor, 64).decode(errors="ignore"):
+                pressed.put_nowait(key)
+
     tty.setcbreak(descriptor)
-    loop.add_reader(descriptor, lambda: pressed.put_nowait(sys.stdin.read(1)))
+    loop.add_reader(descriptor, read)
     try:
         yield pressed
     finally:
         loop.remove_reader(descriptor)
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+        os.close(descriptor)
 
 
 async def _is_pressed(pressed: asyncio.Queue[str], keys: str, *, seconds: float) -> bool:

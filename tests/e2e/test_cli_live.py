@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import itertools
 import json
 import os
 import signal
+import termios
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -114,6 +116,22 @@ async def test_who_reads_only_the_first_line_meets_no_traceback(
     assert process.returncode == 1
 
 
+async def test_top_ends_with_q_and_leaves_the_terminal_as_it_was(cli: Cli) -> None:
+    async with _terminal() as (screen, descriptor):
+        attributes, flags = termios.tcgetattr(descriptor), fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        process = await cli.start("top", "--interval", "0.2", stdin=descriptor, stdout=descriptor)
+        async with running(process):
+            await screen.readuntil(b"OUTBOX")
+            # Keys that come together, of which only the last one counts.
+            os.write(screen.ours, b"xq")
+            _, said = await process.communicate()
+
+        assert termios.tcgetattr(descriptor) == attributes
+        assert fcntl.fcntl(descriptor, fcntl.F_GETFL) == flags
+    assert process.returncode == 0
+    assert said == b""
+
+
 ROWS = 2500
 LOCK = 4242
 
@@ -143,17 +161,23 @@ async def test_a_purge_shows_how_far_it_is(cli: Cli, conn: asyncpg.Connection) -
     assert process.returncode == 0
 
 
+class Screen(asyncio.StreamReader):
+    """What a terminal shows; `ours` is where its keys are pressed."""
+
+    ours: int
+
+
 @asynccontextmanager
-async def _terminal() -> AsyncIterator[tuple[asyncio.StreamReader, int]]:
-    """What a terminal shows, and the descriptor of its other side."""
+async def _terminal() -> AsyncIterator[tuple[Screen, int]]:
+    """A terminal, and the descriptor of its other side."""
     ours, theirs = os.openpty()
-    reader = asyncio.StreamReader()
-    loop = asyncio.get_running_loop()
-    transport, _ = await loop.connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(ours, "rb", buffering=0)
+    screen = Screen()
+    screen.ours = ours
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(screen), os.fdopen(ours, "rb", buffering=0)
     )
     try:
-        yield reader, theirs
+        yield screen, theirs
     finally:
         os.close(theirs)
         transport.close()
