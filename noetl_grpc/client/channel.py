@@ -230,11 +230,16 @@ class Line:
             request.page_token = page.next_page_token
 
     async def stream(
-        self, method: grpc.aio.UnaryStreamMultiCallable[Request, Response], request: Request
+        self,
+        method: grpc.aio.UnaryStreamMultiCallable[Request, Response],
+        request: Request,
+        opened: Callable[[], None] = lambda: None,
     ) -> AsyncIterator[Response]:
-        """The answers of one stream, until it ends."""
+        """The answers of one stream, until it ends; `opened` is called when a server has taken it up."""
         call = method(request, metadata=self.metadata())
         try:
+            await call.wait_for_connection()
+            opened()
             async for response in call:
                 yield response
         except grpc.aio.AioRpcError as error:
@@ -251,19 +256,21 @@ class Line:
     ) -> AsyncIterator[Any]:
         """The answers of a stream that is opened again, where it was left, for as long as the server can come back.
 
-        Goes on for ever, or until the server ends it well if that is how such a stream ends.
+        Goes on for ever, or until the server ends it well if that is how such a stream ends. A server that was never
+        there is an error, as it is for a call.
         """
         pause = Pause()
+        reached = asyncio.Event()
         while True:
             try:
-                async for response in self.stream(method, request):
+                async for response in self.stream(method, request, reached.set):
                     yield response
                     request.resume_token = response.resume_token
                     pause.reset()
                 if until_end:
                     return
             except NoetlError as error:
-                if not can_come_back(error):
+                if not reached.is_set() or not can_come_back(error):
                     raise
                 request.resume_token = error.metadata.get("resume_token", request.resume_token)
             await pause.wait()

@@ -169,6 +169,8 @@ class SubscriptionServicer(rpc.SubscriptionServiceServicer):
         place = watching.decode(token, target, shards=len(feeds)) if token else None
         call = calls.current()
         call.resume_token = token
+        # There may be nothing to tell for hours; the caller should know that it is heard.
+        await context.send_initial_metadata(())
         async with aclosing(Watch(feeds, target).steps(place)) as steps:
             async for step in steps:
                 token = watching.encode(step.place, target)

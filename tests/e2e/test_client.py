@@ -12,6 +12,7 @@ import asyncpg
 import pytest
 
 from noetl_grpc import (
+    DeadlineExceeded,
     EventEnvelope,
     InvalidRequest,
     NoetlClient,
@@ -26,6 +27,7 @@ from noetl_grpc.errors import IllegalTransition
 from noetl_grpc.server import Server
 from noetl_grpc.settings import Settings
 from tests.conftest import TOKEN
+from tests.processes import until_answered
 from tests.subscriptions import add_entry
 
 StartServer = Callable[[Settings], Awaitable[Server]]
@@ -133,6 +135,69 @@ async def test_a_server_that_is_not_there_is_unavailable_within_seconds() -> Non
     async with NoetlClient("127.0.0.1:1", token="x") as client, asyncio.timeout(10):
         with pytest.raises(Unavailable):
             await client.operations.server_info()
+
+
+async def test_a_stream_of_a_server_that_is_not_there_is_an_error_too() -> None:
+    async with NoetlClient("127.0.0.1:1", token="x") as client, asyncio.timeout(20):
+        with pytest.raises(Unavailable):
+            await anext(client.subscription.watch())
+        with pytest.raises(Unavailable):
+            await anext(client.replay.events(1))
+
+
+async def test_a_call_has_a_deadline_of_its_own_and_the_clients(
+    server: Server, conn: asyncpg.Connection
+) -> None:
+    async with (
+        conn.transaction(),
+        NoetlClient(server.address, token=TOKEN, timeout_seconds=0.2) as hasty,
+        NoetlClient(server.address, token=TOKEN) as patient,
+        asyncio.timeout(10),
+    ):
+        await conn.execute("LOCK TABLE noetl.outbox")
+
+        with pytest.raises(DeadlineExceeded):
+            await hasty.outbox.stats()
+        with pytest.raises(DeadlineExceeded):
+            await anext(hasty.outbox.dead_rows())
+        with pytest.raises(DeadlineExceeded):
+            await patient.outbox.stats(timeout=0.2)
+
+
+async def _watches(client: NoetlClient, number: int) -> bool:
+    """Whether so many watches have been opened."""
+    found = await client.operations.server_metrics(["grpc_server_started_total"])
+    method = "WatchSubscriptions"
+    return sum(one.value for one in found.samples if one.labels["grpc_method"] == method) >= number
+
+
+async def test_a_watch_goes_on_where_it_was_after_a_restart(
+    settings: Settings, start_server: StartServer, conn: asyncpg.Connection
+) -> None:
+    await add_entry(conn, "demo/first")
+    await add_entry(conn, "demo/second")
+    server = await start_server(settings)
+    async with NoetlClient(server.address, token=TOKEN) as client, asyncio.timeout(30):
+        first = (await client.subscription.register("demo/first")).subscription
+        everything = client.subscription.watch()
+        quiet = client.subscription.watch(path_prefix="demo/second")
+        present = await anext(everything)
+        # It has nothing to tell before the restart.
+        waiting = asyncio.ensure_future(anext(quiet))
+        await until_answered(lambda: _watches(client, 2))
+        await client.subscription.activate(first.subscription_id)
+        active = await anext(everything)
+
+        await server.drain()
+        await start_server(replace(settings, grpc_port=server.port))
+        second = (await client.subscription.register("demo/second")).subscription
+        after, found = await anext(everything), await waiting
+
+    assert (present.initial, present.subscription.subscription_id) == (True, first.subscription_id)
+    assert (active.initial, active.subscription.state) == (False, SubscriptionState.ACTIVE)
+    # Nothing is told again: the next one is what happened since.
+    assert (after.initial, after.subscription.subscription_id) == (False, second.subscription_id)
+    assert found.subscription.subscription_id == second.subscription_id
 
 
 async def test_a_safe_call_outlives_a_restart_of_the_server(
