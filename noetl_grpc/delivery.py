@@ -44,6 +44,8 @@ BATCH_BYTES_MAX: Final = 8 * 1024 * 1024
 PAGE_BYTES_MAX: Final = 32 * 1024 * 1024
 REFERENCE_BYTES: Final = 1024
 PAGE_KEYS_MIN: Final = 16
+#: A page of a long gap grows up to so many batches: what a page costs beside its events is then hardly felt.
+PAGE_BATCHES_MAX: Final = 4
 #: An event that the broker refuses is parked after so many tries.
 TRIES: Final = 3
 TRY_SECONDS: Final = 0.2
@@ -128,7 +130,7 @@ class Renderer:
             self._reader, keys, inline_bytes_max=PAGE_BYTES_MAX // max(len(keys), 1)
         )
         count = fitting(keys, [_bytes_in_memory(event) for event in found], bytes_max=BATCH_BYTES_MAX)
-        self.page_size = min(self._batch_size, max(PAGE_KEYS_MIN, 2 * count))
+        self.page_size = min(PAGE_BATCHES_MAX * self._batch_size, max(PAGE_KEYS_MIN, 2 * count))
         keys, found = keys[:count], found[:count]
         await self._fetch_large(keys, found)
         # One that is no longer there was purged; nobody can be sent it.

@@ -236,7 +236,10 @@ class EventStreamSettings:
         "NOETL_EVENT_STREAM_ENABLED", "false", _flag, "Whether the tailer publishes events to JetStream."
     )
     batch_size: int = setting(
-        "NOETL_EVENT_STREAM_BATCH", "500", _integer(1, 10_000), "Events read and published at a time."
+        "NOETL_EVENT_STREAM_BATCH",
+        "500",
+        _integer(1, 10_000),
+        "Events read and published at a time; up to four times as many while it is behind.",
     )
     poll_ms: int = setting(
         "NOETL_EVENT_STREAM_POLL_MS",
