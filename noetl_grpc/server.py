@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -562,6 +563,9 @@ async def run(
             up.set()
             logger.info("serving on %s", server.address)
             async with beside(server):
+                # What is loaded by now stays for ever, so the collector need not look at it again and again.
+                gc.collect()
+                gc.freeze()
                 ready(server)
                 await stopping.wait()
                 logger.info("stopping")

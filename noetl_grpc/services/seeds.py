@@ -11,6 +11,7 @@ from noetl_grpc.metrics import Metrics
 from noetl_grpc.storage import cursors, projections
 from noetl_grpc.storage.pool import Connection
 from noetl_grpc.storage.projections import StoredRow
+from noetl_grpc.storage.replay import collector_held
 
 
 class Seeds:
@@ -22,7 +23,8 @@ class Seeds:
 
     def prove(self, stored: StoredRow) -> tuple[Snapshot | None, SeedOutcome]:
         """The snapshot of a row, if it is one of ours, and whether a fold of ours may go on from it."""
-        snapshot = snapshots.read(stored.row)
+        with collector_held():
+            snapshot = snapshots.read(stored.row)
         if isinstance(snapshot, SeedOutcome):
             return None, snapshot
         return snapshot, snapshots.usability(snapshot, registry_digest=self._registry.digest, rules=RULES)

@@ -27,7 +27,7 @@ START = -(2**63)
 PAGE_ROWS_MAX = 2000
 #: Rows folded at a stretch: about a millisecond.
 PART_ROWS = 250
-PAGE_ROWS_FIRST = 100
+PAGE_ROWS_FIRST = 250
 #: How long computing goes on before others get a turn, and how long they get.
 TURN_SECONDS = 0.005
 PAUSE_SECONDS = 0.001
