@@ -23,7 +23,7 @@ demo: $(STAMP)  ## write sample executions into a running dev server and watch t
 	@$(BIN)/noetl-grpc demo
 
 test: $(STAMP)  ## all tests, against real servers
-	$(BIN)/pytest -n auto
+	$(BIN)/pytest -n auto --dist worksteal
 
 check: $(STAMP)  ## linters, types, layers, protos, drift of generated code
 	$(BIN)/ruff check

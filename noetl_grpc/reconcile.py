@@ -30,6 +30,8 @@ logger = logging.getLogger("noetl_grpc.tailer")
 PAGE_SIZE: Final = 500
 #: How long the tailer may take to pass what was committed before the call.
 PATIENCE_SECONDS: Final = 5.0
+#: How long a comparison waits for one before it to be over.
+LOCK_SECONDS: Final = 1.0
 LOOK_SECONDS: Final = 0.05
 
 
@@ -100,8 +102,14 @@ class _Shard:
 
     async def begin(self) -> None:
         """Note what the tailer has passed, before the stream is read."""
-        if not await reconciling.begin(self._conn, shard=self.number):
-            raise Conflict(f"shard {self.number} is being compared with the stream already; try again later")
+        deadline = monotonic() + LOCK_SECONDS
+        while not await reconciling.begin(self._conn, shard=self.number):
+            if monotonic() > deadline:
+                raise Conflict(
+                    f"shard {self.number} is being compared with the stream already; try again later"
+                )
+            # A comparison that is over gives its lock up when the database notices that its session has ended.
+            await asyncio.sleep(LOCK_SECONDS / 10)
         self._cursor = await self._passed_by_now()
 
     async def _passed_by_now(self) -> Cursor | None:
