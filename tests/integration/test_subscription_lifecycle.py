@@ -491,7 +491,7 @@ async def test_registering_over_shards(
 ) -> None:
     settings, (cluster, *shards) = sharded
     apis = [Api(await channel_to((await start_server(settings)).address)) for _ in range(2)]
-    paths = [f"jobs/{number}" for number in range(12)]
+    paths = [f"jobs/{number}" for number in range(30)]  # fewer would now and then leave a shard out
     for path in paths:
         await add_entry(cluster, path)
 
