@@ -38,8 +38,7 @@ PROBE_TYPE = "probe"
 EXECUTIONS = 200
 ROLLBACK_SHARE = 0.1
 TRANSACTION_EVENTS_MAX = 20
-#: Transactions stay open for a while: that is what makes them commit late, and it leaves the machine room to breathe.
-PAUSE_SECONDS_MAX = 0.1
+PAUSE_SECONDS_MAX = 0.02
 PROBE_SECONDS = 0.1
 
 HANDOVER_SECONDS_MAX = 5.0
