@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -24,6 +24,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 add_stand_ins(app)
+
+#: What typer raises for a line it can't use. It has no public name; whose class it is differs between versions.
+_UsageError: type[Any] = typer.BadParameter.__mro__[1]
+_WORDS = {"a valid int range": "a whole number", "a valid float range": "a number"}
 
 
 def _show_version(wanted: bool) -> None:
@@ -49,7 +53,11 @@ def main() -> None:
     # gRPC's library would write lines of its own beside ours. It reads this when it is loaded.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
-        app()
+        sys.exit(app(standalone_mode=False))
+    except _UsageError as error:
+        sys.exit(_say(_usage(error), code=2))
+    except typer.Abort:
+        sys.exit(_say("aborted", code=1))
     except SettingsError as error:
         sys.exit(_say(error, code=2))
     except SchemaError as error:
@@ -61,6 +69,19 @@ def main() -> None:
         sys.exit(_say("PyYAML is missing; pip install 'noetl-grpc[embedded]'", code=1))
 
 
+def _usage(error: Any) -> str:
+    """What is wrong with the line, and where its right form is shown; nothing where the help was shown already."""
+    text = error.format_message().strip()
+    for typers, ours in _WORDS.items():
+        text = text.replace(typers, ours)
+    if not text:
+        return ""
+    path = error.ctx.command_path if error.ctx else "noetl-grpc"
+    end = "" if text[-1] in ".?" else "."
+    return f"{text[0].lower()}{text[1:]}{end} `{path} --help` shows how it is meant."
+
+
 def _say(what: object, *, code: int) -> int:
-    typer.echo(f"noetl-grpc: {what}", err=True)
+    if what:
+        typer.echo(f"noetl-grpc: {what}", err=True)
     return code

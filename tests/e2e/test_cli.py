@@ -53,6 +53,10 @@ async def test_wrong_token_no_token_no_server_bad_arguments_unknown_things(cli: 
         (cli("outbox", "stats", "--token-file", "lines", code=4), "one line"),
         (cli("outbox", "stats", "--tls-ca", "wrong", code=3), "TLS"),
         (cli("replay", 2**63, code=2), "64 bits"),
+        (cli("reply", 7, code=2), "Did you mean 'replay'?"),
+        (cli("replay", "abc", code=2), "`noetl-grpc replay --help`"),
+        (cli("replay", "7", "--json=3", code=2), "--json"),
+        (cli("outbox", "dead", "--limit", "-3", code=2), "x>=0"),
         (cli("outbox", "stats", code=2, NOETL_GRPC_TLS="maybe"), "NOETL_GRPC_TLS"),
     )
 
