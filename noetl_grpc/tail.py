@@ -32,11 +32,12 @@ NOTHING_SEEN: Final = "1:1:"
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A batch, where it was read from inside its gap, and where to go on."""
+    """A batch, where it was read from inside its gap, where to go on, and when the gap's end was taken."""
 
     batch: Batch
     before: Position
     after: Position
+    target_taken_at: datetime | None
 
 
 class Tail:
@@ -69,13 +70,17 @@ class Tail:
         page = await self._next_page()
         if page is None:
             return Work.NOTHING
-        if page.after.target is not None:
-            self._ahead = asyncio.create_task(self._read(page.after))
+        ends_gap = page.after.target is None
+        # Where events keep coming, the next gap is read ahead like the next page. The first one after a history is not:
+        # it is read another way.
+        if not ends_gap or (page.batch.keys and self._history is None):
+            self._ahead = asyncio.create_task(self._read(page.after, page.target_taken_at))
         if page.batch.messages:
             await self._publish(page)
-        await self._move(page.after, must_save=bool(page.batch.keys))
-        if page.after.target is not None:
+        await self._move(page, must_save=bool(page.batch.keys))
+        if self._ahead is not None and not (self._ahead.done() and self._ahead.result() is None):
             return Work.MORE
+        self._ahead = None
         return Work.DONE if page.batch.keys else Work.NOTHING
 
     async def close(self) -> None:
@@ -87,18 +92,18 @@ class Tail:
 
     async def _next_page(self) -> Page | None:
         if self._ahead is None:
-            return await self._read(self._position)
+            return await self._read(self._position, self._target_taken_at)
         ahead, self._ahead = self._ahead, None
         return await ahead
 
-    async def _read(self, position: Position) -> Page | None:
-        """The next page of the gap; None when nothing has become visible."""
+    async def _read(self, position: Position, target_taken_at: datetime | None) -> Page | None:
+        """The next page of the gap, or the first of the next; None when nothing has become visible."""
         if position.target is None:
             snapshot = await look(self._reader)
             if snapshot == position.seen:
                 return None
             position = position.towards(snapshot)
-            self._target_taken_at = datetime.now(UTC)
+            target_taken_at = datetime.now(UTC)
         limit = self._renderer.page_size
         if self._history is not None:
             keys, after = await tailing.history_keys(self._reader, position, self._history, limit=limit)
@@ -109,12 +114,12 @@ class Tail:
                     self._reader, keys, restored_at=self._cursor.restored_at
                 )
         if not keys:
-            return Page(Batch([], [], []), position, after)
+            return Page(Batch([], [], []), position, after, target_taken_at)
         count, batch = await self._renderer.render(keys)
         if count < len(keys):
             last = keys[count - 1]
             after = replace(position, at_xact=last.xact_id, at_event=last.event_id)
-        return Page(batch, position, after)
+        return Page(batch, position, after, target_taken_at)
 
     async def _publish(self, page: Page) -> None:
         try:
@@ -125,14 +130,15 @@ class Tail:
             if count:
                 last = page.batch.keys[count - 1]
                 place = replace(page.before, at_xact=last.xact_id, at_event=last.event_id)
-                await self._move(place, must_save=True)
+                await self._move(replace(page, after=place), must_save=True)
             raise interruption.as_unavailable() from interruption
 
-    async def _move(self, position: Position, *, must_save: bool) -> None:
-        self._position = position
-        finished = position.target is None
-        seen_at = self._target_taken_at if finished else self._cursor.seen_at
-        self._cursor = replace(self._cursor, position=position, seen_at=seen_at)
+    async def _move(self, page: Page, *, must_save: bool) -> None:
+        """Go to where the page ends."""
+        self._position, self._target_taken_at = page.after, page.target_taken_at
+        finished = page.after.target is None
+        seen_at = page.target_taken_at if finished else self._cursor.seen_at
+        self._cursor = replace(self._cursor, position=page.after, seen_at=seen_at)
         if finished and self._history is not None:
             self._history = None
             must_save = True
