@@ -133,9 +133,14 @@ async def verify(
     outcomes: Counter[str] = Counter()
     wrong: list[ProjectionVerification] = []
     with bar(session.aside) as shown:
-        task = shown.add_task("folding and comparing", total=len(execution_ids) if execution_ids else None)
+        task = shown.add_task("folding and comparing", total=None)
         async for one in session.client.projection.verify(
-            execution_ids or (), repair=repair, tenant_id=tenant, organization_id=organization
+            execution_ids or (),
+            repair=repair,
+            tenant_id=tenant,
+            organization_id=organization,
+            # Counting them costs the server something, so only where somebody looks.
+            on_total=None if shown.disable else lambda total: shown.update(task, total=total),
         ):
             shown.advance(task)
             outcomes[one.outcome.value] += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
@@ -315,16 +315,25 @@ class ProjectionClient:
         page_size: int = 0,
         tenant_id: str = "",
         organization_id: str = "",
+        on_total: Callable[[int], None] | None = None,
     ) -> AsyncIterator[ProjectionVerification]:
-        """Compare snapshots with the log, of all executions unless some are named; with `repair` mend them."""
+        """Compare snapshots with the log, of all executions unless some are named; with `repair` mend them.
+
+        `on_total` is told, once and before the first result, how many executions there are.
+        """
+        wanted = list(execution_ids)
         request = pb.VerifyProjectionsRequest(
-            execution_ids=execution_ids,
+            execution_ids=wanted,
             repair=repair,
             page_size=page_size,
             tenant_id=tenant_id,
             organization_id=organization_id,
+            count_executions=on_total is not None and not wanted,
         )
         async for page in self._line.pages(self._stub.VerifyProjections, request, timeout=LONG_CALL_SECONDS):
+            if on_total is not None:
+                on_total(page.executions if page.HasField("executions") else len(page.results))
+                on_total, request.count_executions = None, False
             for result in page.results:
                 yield from_pb(ProjectionVerification, result)
 

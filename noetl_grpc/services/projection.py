@@ -183,6 +183,8 @@ class ProjectionServicer(rpc.ProjectionServiceServicer):
         if request.execution_ids:
             if request.page_token:
                 raise InvalidRequest("page_token", "can't be combined with execution_ids")
+            if request.count_executions:
+                raise InvalidRequest("count_executions", "can't be combined with execution_ids")
             results = await self._read_model.verify(tenant, request.execution_ids, repair=request.repair)
             return verified_to_pb(results)
         filters = {"tenant": [tenant.tenant_id, tenant.organization_id], "repair": request.repair}
@@ -190,6 +192,8 @@ class ProjectionServicer(rpc.ProjectionServiceServicer):
         ids = await self._read_model.executions_behind(tenant, behind=place[0], limit=size)
         results = await self._read_model.verify(tenant, ids, repair=request.repair)
         response = verified_to_pb(results)
+        if request.count_executions:
+            response.executions = await self._read_model.count_behind(tenant, behind=place[0])
         if len(ids) == size:
             response.next_page_token = encode_token([ids[-1]], filters)
         return response

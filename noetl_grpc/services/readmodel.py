@@ -33,6 +33,7 @@ SLICE_MAX = 500
 SLICE_BYTES = 8 * 1024 * 1024
 PAGE_ROWS = 2000
 TRIES_MAX = 3
+COUNTED_EXECUTIONS_MAX = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +284,17 @@ class ReadModel:
 
         found = await asyncio.gather(*(ask(pool) for pool in self._shards.pools))
         return sorted(execution_id for ids in found for execution_id in ids)[:limit]
+
+    async def count_behind(self, tenant: Tenant, *, behind: int) -> int:
+        """How many executions are still to come."""
+
+        async def ask(pool: Pool) -> int:
+            async with pool.acquire() as conn:
+                return await projections.count_executions(
+                    conn, tenant, behind=behind, limit=COUNTED_EXECUTIONS_MAX
+                )
+
+        return sum(await asyncio.gather(*(ask(pool) for pool in self._shards.pools)))
 
     async def _verify_one(self, tenant: Tenant, execution_id: int, *, repair: bool) -> Verified:
         pool = self._shards.pool_for(execution_id)

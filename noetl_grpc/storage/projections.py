@@ -219,3 +219,11 @@ async def next_executions(conn: Connection, tenant: Tenant, *, behind: int, limi
         queries["next_executions"], tenant.tenant_id, tenant.organization_id, behind, limit
     )
     return [row["execution_id"] for row in rows]
+
+
+async def count_executions(conn: Connection, tenant: Tenant, *, behind: int, limit: int) -> int:
+    """How many executions have events; counting ends at the limit."""
+    number: int = await conn.fetchval(
+        queries["count_executions"], tenant.tenant_id, tenant.organization_id, behind, limit
+    )
+    return number

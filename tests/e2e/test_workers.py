@@ -223,10 +223,12 @@ async def test_events_on_the_stream_advance_the_snapshots(
         events = sum(len(story.events) for story in told)
         await until(lambda: progress.acknowledged >= events)
 
-        verified = [one async for one in client.projection.verify()]
+        totals: list[int] = []
+        verified = [one async for one in client.projection.verify(page_size=3, on_total=totals.append)]
 
     assert {one.outcome for one in verified} == {ProjectionCheck.SAME}
     assert len(verified) == 10
+    assert totals == [10]
 
 
 async def test_sigterm_ends_the_projector_and_it_tells_what_it_did(

@@ -64,6 +64,7 @@ def replay(channel: grpc.aio.Channel) -> ReplayApi:
         (pb.VerifyProjectionsRequest(page_token="nonsense"), "page_token"),
         (pb.VerifyProjectionsRequest(execution_ids=[1], page_token="x"), "page_token"),
         (pb.VerifyProjectionsRequest(execution_ids=[1] * 1001), "execution_ids"),
+        (pb.VerifyProjectionsRequest(execution_ids=[1], count_executions=True), "count_executions"),
     ],
 )
 async def test_bad_input_is_named(api: ProjectionApi, request_: Any, field: str) -> None:
@@ -212,21 +213,26 @@ async def test_verify_pages_over_everything_and_repairs_just_what_differs(
         f"execution/{ids[3]}/all",
     )
 
+    to_come = []
+
     async def verify_all(**more: Any) -> dict[int, Any]:
         results: dict[int, Any] = {}
         token = ""
         while True:
             answer = await api(pb.VerifyProjectionsRequest(page_size=4, page_token=token, **more))
+            if answer.HasField("executions"):
+                to_come.append(answer.executions)
             results |= {item.execution_id: item for item in answer.results}
             token = answer.next_page_token
             if not token:
                 return results
 
-    found = await verify_all()
+    found = await verify_all(count_executions=True)
     mended = await verify_all(repair=True)
     clean = await verify_all()
 
     assert sorted(found) == ids
+    assert to_come == [9, 5, 1]
     odd = {
         item: result.outcome for item, result in found.items() if result.outcome != pb.PROJECTION_CHECK_SAME
     }

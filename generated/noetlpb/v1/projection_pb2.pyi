@@ -520,6 +520,7 @@ class VerifyProjectionsRequest(message.Message):
     REPAIR_FIELD_NUMBER: builtins.int
     TENANT_ID_FIELD_NUMBER: builtins.int
     ORGANIZATION_ID_FIELD_NUMBER: builtins.int
+    COUNT_EXECUTIONS_FIELD_NUMBER: builtins.int
     page_size: builtins.int
     """Without execution_ids, at most this many; 0 means 50, above 1000 is taken as 1000, negative is an error."""
     page_token: builtins.str
@@ -530,6 +531,10 @@ class VerifyProjectionsRequest(message.Message):
     """The tenant; empty means `default`."""
     organization_id: builtins.str
     """The organization; empty means `default`."""
+    count_executions: builtins.bool
+    """Also count the executions of this page and of all behind it, for who shows how far it is; one step in an index each.
+    With execution_ids INVALID_ARGUMENT.
+    """
     @builtins.property
     def execution_ids(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
         """These executions, at most 1000, each above 0; duplicates count once. Empty: all executions, in pages."""
@@ -543,10 +548,11 @@ class VerifyProjectionsRequest(message.Message):
         repair: builtins.bool = ...,
         tenant_id: builtins.str = ...,
         organization_id: builtins.str = ...,
+        count_executions: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["execution_ids", b"execution_ids", "organization_id", b"organization_id", "page_size", b"page_size", "page_token", b"page_token", "repair", b"repair", "tenant_id", b"tenant_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["count_executions", b"count_executions", "execution_ids", b"execution_ids", "organization_id", b"organization_id", "page_size", b"page_size", "page_token", b"page_token", "repair", b"repair", "tenant_id", b"tenant_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -594,8 +600,11 @@ class VerifyProjectionsResponse(message.Message):
 
     RESULTS_FIELD_NUMBER: builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    EXECUTIONS_FIELD_NUMBER: builtins.int
     next_page_token: builtins.str
     """For the next page; empty on the last and with execution_ids."""
+    executions: builtins.int
+    """With count_executions, how many executions this page and all behind it have; at most 1 000 000 are counted per shard."""
     @builtins.property
     def results(self) -> containers.RepeatedCompositeFieldContainer[ProjectionVerification]:
         """In the order of execution_ids, or by ascending execution_id."""
@@ -605,12 +614,15 @@ class VerifyProjectionsResponse(message.Message):
         *,
         results: abc.Iterable[ProjectionVerification] | None = ...,
         next_page_token: builtins.str = ...,
+        executions: builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["_executions", b"_executions", "executions", b"executions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["next_page_token", b"next_page_token", "results", b"results"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["_executions", b"_executions", "executions", b"executions", "next_page_token", b"next_page_token", "results", b"results"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__executions: _TypeAlias = typing.Literal["executions"]  # noqa: Y015
+    _WhichOneofArgType__executions: _TypeAlias = typing.Literal["_executions", b"_executions"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__executions) -> _WhichOneofReturnType__executions | None: ...
 
 @typing.final
 class PurgePolicy(message.Message):

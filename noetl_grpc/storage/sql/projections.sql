@@ -262,6 +262,33 @@ SELECT execution_id
 FROM walk
 ORDER BY execution_id;
 
+-- name: count_executions
+-- How many executions `next_executions` would give.
+WITH RECURSIVE walk (execution_id, steps) AS (
+    (
+        SELECT e.execution_id, 1
+        FROM noetl.event AS e
+        WHERE e.tenant_id = $1 AND e.organization_id = $2 AND e.execution_id > $3
+        ORDER BY e.execution_id
+        LIMIT 1
+    )
+    UNION ALL
+    (
+        SELECT hop.execution_id, walk.steps + 1
+        FROM walk
+        CROSS JOIN LATERAL (
+            SELECT e.execution_id
+            FROM noetl.event AS e
+            WHERE e.tenant_id = $1 AND e.organization_id = $2 AND e.execution_id > walk.execution_id
+            ORDER BY e.execution_id
+            LIMIT 1
+        ) AS hop
+        WHERE walk.steps < $4
+    )
+)
+SELECT count(*)
+FROM walk;
+
 -- name: current_log_snapshot
 -- What this transaction sees.
 SELECT pg_current_snapshot()::text;
