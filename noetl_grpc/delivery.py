@@ -44,6 +44,8 @@ BATCH_BYTES_MAX: Final = 8 * 1024 * 1024
 PAGE_BYTES_MAX: Final = 32 * 1024 * 1024
 REFERENCE_BYTES: Final = 1024
 PAGE_KEYS_MIN: Final = 16
+#: What a session is given at least when several render a page.
+PART_KEYS_MIN: Final = 100
 #: A page of a long gap grows up to so many batches: what a page costs beside its events is then hardly felt.
 PAGE_BATCHES_MAX: Final = 4
 #: An event that the broker refuses is parked after so many tries.
@@ -111,13 +113,12 @@ class Renderer:
 
     def __init__(
         self,
-        reader: Connection,
-        *,
+        *readers: Connection,
         message_bytes_max: int,
         batch_size: int,
         identify: Callable[[Key], str] = lambda key: message_id(key.execution_id, key.event_id),
     ) -> None:
-        self._reader = reader
+        self._readers = readers
         self._identify = identify
         self._message_bytes_max = message_bytes_max
         self._batch_size = batch_size
@@ -126,9 +127,7 @@ class Renderer:
 
     async def render(self, keys: list[Key]) -> tuple[int, Batch]:
         """How many of the keys were taken, and the batch of those that are still there."""
-        found = await tailing.event_bodies(
-            self._reader, keys, inline_bytes_max=PAGE_BYTES_MAX // max(len(keys), 1)
-        )
+        found = await self._bodies(keys, inline_bytes_max=PAGE_BYTES_MAX // max(len(keys), 1))
         count = fitting(keys, [_bytes_in_memory(event) for event in found], bytes_max=BATCH_BYTES_MAX)
         self.page_size = min(PAGE_BATCHES_MAX * self._batch_size, max(PAGE_KEYS_MIN, 2 * count))
         keys, found = keys[:count], found[:count]
@@ -141,6 +140,23 @@ class Renderer:
         ]
         return count, Batch([key for key, _ in present], [event for _, event in present], messages)
 
+    async def _bodies(self, keys: list[Key], *, inline_bytes_max: int) -> list[Event | None]:
+        """By all sessions at once: beside many busy writers one alone gets little of the machine."""
+        share = max(PART_KEYS_MIN, -(-len(keys) // len(self._readers)))
+        parts = [keys[start : start + share] for start in range(0, len(keys), share)]
+        asked = (
+            tailing.event_bodies(reader, part, inline_bytes_max=inline_bytes_max)
+            for reader, part in zip(self._readers, parts, strict=False)
+        )
+        # Each is over when this is, so that no session is closed in the middle of its statement.
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        found: list[Event | None] = []
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+            found += answer
+        return found
+
     async def _fetch_large(self, keys: list[Key], found: list[Event | None]) -> None:
         left_out = [
             place
@@ -149,9 +165,7 @@ class Renderer:
         ]
         if not left_out:
             return
-        fetched = await tailing.event_bodies(
-            self._reader, [keys[place] for place in left_out], inline_bytes_max=BODY_BYTES_MAX
-        )
+        fetched = await self._bodies([keys[place] for place in left_out], inline_bytes_max=BODY_BYTES_MAX)
         for place, event in zip(left_out, fetched, strict=True):
             found[place] = event
 

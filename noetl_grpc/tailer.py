@@ -163,8 +163,11 @@ class ShardTailer:
     async def _lead(self, leadership: Leadership, facts: DatabaseFacts, broker: Broker) -> None:
         for change in await broker.ensure_stream(self._options.stream):
             logger.info("shard %d: %s", self.shard, change)
-        async with tailing.reader_session(self._database_url) as reader:
-            tail = await self._open(leadership, facts, broker, reader)
+        async with (
+            tailing.reader_session(self._database_url) as reader,
+            tailing.reader_session(self._database_url) as second_reader,
+        ):
+            tail = await self._open(leadership, facts, broker, reader, second_reader)
             self.progress.in_flight = lambda: broker.in_flight
             self.is_leader = True
             self._leading.set(1)
@@ -178,14 +181,22 @@ class ShardTailer:
                 await tail.close()
 
     async def _open(
-        self, leadership: Leadership, facts: DatabaseFacts, broker: Broker, reader: Connection
+        self,
+        leadership: Leadership,
+        facts: DatabaseFacts,
+        broker: Broker,
+        reader: Connection,
+        second_reader: Connection,
     ) -> Tail | OverlapTail:
         """Take the cursor over, by the best mode that this log allows."""
         await self._set_mode(Mode.SNAPSHOT if await cursors.can_follow_snapshots(reader) else Mode.OVERLAP)
         cursor = await leadership.ask(lambda conn: tailing.take_cursor(conn, shard=self.shard))
         history = self._history_at_first_start(facts)
         renderer = Renderer(
-            reader, message_bytes_max=broker.message_bytes_max, batch_size=self._options.batch_size
+            reader,
+            second_reader,
+            message_bytes_max=broker.message_bytes_max,
+            batch_size=self._options.batch_size,
         )
         delivery = Delivery(
             broker, leadership, metrics=self.metrics, progress=self.progress, spans=self._spans

@@ -173,7 +173,11 @@ async def _our_rate(stage: Stage, events: int, batch_size: int) -> float:
 @asynccontextmanager
 async def _leading(stage: Stage, batch_size: int) -> AsyncIterator[Tail]:
     url = stage.database_url
-    async with tailing.leader_session(url) as session, tailing.reader_session(url) as reader:
+    async with (
+        tailing.leader_session(url) as session,
+        tailing.reader_session(url) as reader,
+        tailing.reader_session(url) as second,
+    ):
         broker = await Broker.connect(stage.nats_url, name="bench")
         shard = next(stage.shards)
         leadership = Leadership(session, shard=shard)
@@ -189,7 +193,9 @@ async def _leading(stage: Stage, batch_size: int) -> AsyncIterator[Tail]:
         tail = Tail(
             leadership=leadership,
             reader=reader,
-            renderer=Renderer(reader, message_bytes_max=broker.message_bytes_max, batch_size=batch_size),
+            renderer=Renderer(
+                reader, second, message_bytes_max=broker.message_bytes_max, batch_size=batch_size
+            ),
             delivery=Delivery(broker, leadership, metrics=Metrics(), progress=Progress()),
             cursor=cursor,
             history=history,
