@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
+from operator import itemgetter
 from typing import Any, TypeVar
 
 from noetl_grpc.core.canonical import Json, JsonObject, canonical_json, contains_float
@@ -83,7 +84,8 @@ def finish(steps: Steps[T]) -> T:
 def _floats_of(state: Mapping[str, Any]) -> Steps[dict[str, bool]]:
     floats: dict[str, bool] = {}
     for surface in SURFACES:
-        floats[surface] = yield from _surface_holds_float(surface, state[surface])
+        entries = state[surface]
+        floats[surface] = bool(entries) and (yield from _surface_holds_float(surface, entries))
     return floats
 
 
@@ -97,19 +99,17 @@ def _state_text(state: Mapping[str, Any], floats: Mapping[str, bool]) -> Steps[b
 
 def _surface_holds_float(surface: str, entries: Mapping[str, JsonObject]) -> Steps[bool]:
     """Whether there is a float among the fields that hold what an event brought along; others can't."""
-    fields = _RAW_FIELDS[surface]
+    raw_of = _RAW_FIELDS[surface]
     for piece in _pieces(entries.values()):
-        for entry in piece:
-            for field in fields:
-                value = entry[field]
-                if value and value.__class__ is not str and contains_float(value):
-                    return True
+        for value in filter(None, chain.from_iterable(map(raw_of, piece))):
+            if value.__class__ is not str and contains_float(value):
+                return True
         yield
     return False
 
 
 def _rest_holds_float(state: Mapping[str, Any]) -> bool:
-    return any(contains_float(value) for key, value in state.items() if key not in SURFACES)
+    return contains_float({key: value for key, value in state.items() if key not in SURFACES})
 
 
 def _state_pieces(state: Mapping[str, Any], floats: Mapping[str, bool]) -> Iterator[bytes]:
@@ -216,12 +216,12 @@ def _loop_row(loop: JsonObject) -> JsonObject:
     return {**loop, "total": None if total is None else int(total)}
 
 
-_RAW_FIELDS = {
-    "stages": ("kind", "step_name", "status"),
-    "frames": ("cursor", "output_ref", "status"),
-    "commands": ("locality", "source_locality", "placement", "fanout_reduce", "status"),
-    "business_objects": ("attributes", "payload_refs", "status"),
-    "loops": ("total", "step_name"),
+_RAW_FIELDS: dict[str, Callable[[JsonObject], tuple[Json, ...]]] = {
+    "stages": itemgetter("kind", "step_name", "status"),
+    "frames": itemgetter("cursor", "output_ref", "status"),
+    "commands": itemgetter("locality", "source_locality", "placement", "fanout_reduce", "status"),
+    "business_objects": itemgetter("attributes", "payload_refs", "status"),
+    "loops": itemgetter("total", "step_name"),
 }
 _ROWS: dict[str, tuple[Callable[[JsonObject], JsonObject], Callable[[JsonObject], Any]]] = {
     "stages": (_stage_row, lambda row: id_order(row["stage_id"])),

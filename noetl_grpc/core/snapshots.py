@@ -12,10 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import pairwise
 from typing import Any
-
-import orjson
 
 from noetl_grpc.core.canonical import JsonObject, canonical_json, sha256_hex
 from noetl_grpc.core.checksums import ALGORITHM, Hashed, Steps, hash_state
@@ -143,7 +140,7 @@ def write(folded: Folded) -> SnapshotRow:
         "log_snapshot": folded.log_snapshot,
         "holds_float": folded.hashed.holds_float,
     }
-    keeps_text = _has_odd_number(folded.text)
+    keeps_text = folded.hashed.holds_float and _has_odd_number(folded.text)
     if keeps_text:
         meta["text"] = folded.text.decode()
     order = {
@@ -156,13 +153,13 @@ def write(folded: Folded) -> SnapshotRow:
     if folded.warnings:
         meta["warnings"] = [[item.event_id, item.path, item.problem] for item in folded.warnings]
         meta["warnings_left_out"] = folded.warnings_left_out
-    meta["sha256"] = _seal(folded.checksum, meta)
+    told = canonical_json(meta, holds_float=False)
     return SnapshotRow(
         execution_id=folded.execution_id,
         version=folded.version,
         snapshot_json=finished.decode(),
         checksum=folded.checksum,
-        meta_json=orjson.dumps(meta).decode(),
+        meta_json=f'{told[:-1].decode()},"sha256":"{_seal(folded.checksum, told)}"}}',
     )
 
 
@@ -190,7 +187,7 @@ def read(row: SnapshotRow) -> Snapshot | SeedOutcome:
         return SeedOutcome.TAMPERED
     if meta.get("projector") != "noetl_grpc" or meta.get("fold_version") != FOLD_VERSION:
         return SeedOutcome.FOLD_VERSION
-    if meta.pop("sha256", None) != _seal(row.checksum, meta):
+    if meta.pop("sha256", None) != _seal(row.checksum, canonical_json(meta, holds_float=False)):
         return SeedOutcome.TAMPERED
     # What the seal covers is as we wrote it; the state proves itself by its checksum.
     try:
@@ -246,8 +243,8 @@ def _agree(told: Any, meant: Any) -> bool:
     return type(told) is type(meant) and bool(told == meant)
 
 
-def _seal(checksum: str, meta: Mapping[str, Any]) -> str:
-    return sha256_hex(checksum.encode() + canonical_json(meta, holds_float=False))
+def _seal(checksum: str, meta: bytes) -> str:
+    return sha256_hex(checksum.encode() + meta)
 
 
 def usability(snapshot: Snapshot, *, registry_digest: str, rules: FoldRules) -> SeedOutcome:
@@ -265,5 +262,7 @@ def _has_odd_number(text: bytes) -> bool:
 
 
 def _is_in_jsonb_order(surface: Mapping[str, Any]) -> bool:
-    keys = [(len(key.encode()), key.encode()) for key in surface]
-    return all(left < right for left, right in pairwise(keys))
+    if len(surface) < 2:
+        return True
+    keys = [*map(str.encode, surface)]
+    return keys == sorted(sorted(keys), key=len)

@@ -29,8 +29,10 @@ from noetl_grpc.storage.replay import START, collector_held, fold_log, in_steps
 
 #: Executions that are folded in one transaction: at first, at most, and by what their states weigh together.
 SLICE_FIRST = 50
-SLICE_MAX = 500
+SLICE_MAX = 100
 SLICE_BYTES = 8 * 1024 * 1024
+#: Slices of one call that are under way at a time: while the database reads or saves one, another is folded.
+SLICES_AT_ONCE = 3
 PAGE_ROWS = 2000
 TRIES_MAX = 3
 COUNTED_EXECUTIONS_MAX = 1_000_000
@@ -67,6 +69,25 @@ class _Draft:
 
     folded: Folded
     row: SnapshotRow
+
+
+class _Queue:
+    """What is left to be advanced, handed out in slices of about the same weight."""
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self._ids = ids
+        self._done = 0
+        self._size = SLICE_FIRST
+
+    def take(self) -> Sequence[int]:
+        """The next slice; nothing when all is done."""
+        part = self._ids[self._done : self._done + self._size]
+        self._done += len(part)
+        return part
+
+    def weigh(self, executions: int, text_bytes: int) -> None:
+        """Let the next slice be as large as what these weigh allows."""
+        self._size = min(SLICE_MAX, max(1, executions * SLICE_BYTES // max(text_bytes, 1)))
 
 
 class ReadModel:
@@ -113,16 +134,24 @@ class ReadModel:
     async def _advance_shard(
         self, pool: Pool, tenant: Tenant, ids: Sequence[int]
     ) -> list[Advanced | NotAdvanced] | Unavailable:
+        queue = _Queue(ids)
         outcomes: list[Advanced | NotAdvanced] = []
-        size = SLICE_FIRST
+
+        async def work() -> None:
+            while part := queue.take():
+                more, weight = await self._advance_slice(pool, tenant, part)
+                outcomes.extend(more)
+                queue.weigh(len(part), weight)
+
         try:
-            while len(outcomes) < len(ids):
-                done = len(outcomes)
-                more, weight = await self._advance_slice(pool, tenant, ids[done : done + size])
-                outcomes += more
-                size = min(SLICE_MAX, max(1, len(more) * SLICE_BYTES // max(weight, 1)))
-        except Unavailable as error:
-            return error
+            async with asyncio.TaskGroup() as group:
+                for _ in range(SLICES_AT_ONCE):
+                    group.create_task(work())
+        except BaseExceptionGroup as failures:
+            error = failures.exceptions[0]
+            if isinstance(error, Unavailable):
+                return error
+            raise error from None
         return outcomes
 
     async def _advance_slice(

@@ -169,6 +169,7 @@ async def executions_with_stragglers(
         versions,
         folded_from,
         lowest,
+        max(versions),
     )
     return {row["execution_id"] for row in rows}
 

@@ -107,7 +107,8 @@ SELECT EXISTS (
 );
 
 -- name: executions_with_stragglers
--- The same for many executions at once. Arrays from $3: executions, versions, database snapshots; $6 the lowest xmin.
+-- The same for many executions at once. Arrays from $3: executions, versions, database snapshots; $6 the lowest xmin,
+-- $7 the highest version: by these two the index alone tells most new events from stragglers.
 SELECT wanted.execution_id
 FROM unnest($3::bigint[], $4::bigint[], $5::text[]) AS wanted (execution_id, version, folded_from)
 WHERE EXISTS (
@@ -116,6 +117,7 @@ WHERE EXISTS (
     WHERE e.execution_id = wanted.execution_id
         AND e.event_id <= wanted.version
         AND e.xact_id >= $6::xid8
+        AND e.event_id <= $7
         AND NOT pg_visible_in_snapshot(e.xact_id, wanted.folded_from::pg_snapshot)
         AND e.tenant_id = $1
         AND e.organization_id = $2
