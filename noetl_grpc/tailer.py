@@ -38,7 +38,8 @@ logger = logging.getLogger("noetl_grpc.tailer")
 #: How often a process that does not lead asks whether it may.
 CANDIDATE_SECONDS: Final = 1.0
 RETRY_SECONDS_MIN: Final = 0.2
-RETRY_SECONDS_MAX: Final = 5.0
+#: Short, as a leader may be killed while the one that is to follow waits to try again.
+RETRY_SECONDS_MAX: Final = 2.0
 #: Looking for nothing may take this part of a session's time at most.
 SHARE_MAX: Final = 0.25
 #: How long a batch may take to finish when the process ends.
