@@ -164,7 +164,8 @@ async def _watch(run: _Run, done: asyncio.Event) -> None:
     try:
         while not done.is_set():
             for key, version, events in await conn.fetch(
-                "SELECT aggregate_id, version, (meta ->> 'event_count')::int FROM noetl.projection_snapshot"
+                "SELECT aggregate_id, COALESCE((meta ->> 'version')::bigint, version),"
+                " (meta ->> 'event_count')::int FROM noetl.projection_snapshot"
             ):
                 before = highest.get(key, (0, 0))
                 run.verdict.require(

@@ -102,19 +102,22 @@ class Fold:
         """Start from nothing, or go on from the state of an earlier fold, which is copied unless it is given away."""
         self.rules = rules
         self._numbers = Numbers(rules.value)
-        initial: JsonObject = {
-            "event_count": 0,
-            "last_event_id": None,
-            "last_event_type": None,
-            "execution": {"status": UNKNOWN, "last_node_name": None, "payload_refs": []},
-            **{surface: {} for surface in SURFACES},
-        }
-        kept: JsonObject = {key: value for key, value in (base or {}).items() if key not in CHECKSUM_KEYS}
+        kept: JsonObject = {} if base is None else {**base}
+        for key in CHECKSUM_KEYS:
+            kept.pop(key, None)
         if not takes_base:
             kept = copy_json(kept)
         #: what is hashed; read it, never change it
         self.state: JsonObject = {
-            **initial,
+            "event_count": 0,
+            "last_event_id": None,
+            "last_event_type": None,
+            "execution": {"status": UNKNOWN, "last_node_name": None, "payload_refs": []},
+            "stages": {},
+            "frames": {},
+            "commands": {},
+            "business_objects": {},
+            "loops": {},
             **kept,
             "tenant_id": identity.tenant_id,
             "organization_id": identity.organization_id,

@@ -4,25 +4,32 @@ A snapshot row holds the state of an execution under the union rules with its ch
 seal. JSONB keeps no order of keys, and the order in which ids were first touched can decide a checksum, so the order is
 kept beside the state where they differ. It also makes integers of very large floats; the text of a state that has one
 is kept as it was hashed. A seed is used only if it proves to be what we would have folded ourselves.
+
+A row holds one state whole, its document, and a later state as what it has gained since: a few new events then cost a
+few entries instead of the whole state. Whoever knows the document alone reads an older state that is right as well.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from noetl_grpc.core.canonical import JsonObject, canonical_json, sha256_hex
+from noetl_grpc.core.canonical import JsonObject, canonical_json, contains_float, sha256_hex
 from noetl_grpc.core.checksums import ALGORITHM, Hashed, Steps, hash_state
 from noetl_grpc.core.decode import decode_object
 from noetl_grpc.core.fold import CHECKSUM_KEYS, FOLD_VERSION, SURFACES, Fold
+from noetl_grpc.core.gains import bring_forward, gains_since
 from noetl_grpc.core.numbers import FoldWarning
 from noetl_grpc.core.rules import FoldRules
 
 AGGREGATE_TYPE = "replay_state"
 RULES = FoldRules.UNION
+#: The document is written anew when what is kept beside it is half as large, or all that was ever written there is this
+#: many times as large: the one keeps reading cheap, the other writing, however large the state is.
+DOCUMENTS_BESIDE_MAX = 4
 
 
 class SeedOutcome(StrEnum):
@@ -41,15 +48,36 @@ class SnapshotRow:
     """A row as it is stored; nothing of it is believed yet."""
 
     execution_id: int
+    #: The document's, as its checksum.
     version: int
-    snapshot_json: str
+    #: None in a row that is to be stored around the document that is there.
+    snapshot_json: str | None
     checksum: str
     meta_json: str
 
 
 @dataclass(frozen=True, slots=True)
+class Document:
+    """The state that a row holds whole."""
+
+    version: int
+    checksum: str
+    #: 0 if it can't be gone on from, because only its text keeps it as it was hashed.
+    text_bytes: int
+    #: How much was written beside it so far.
+    beside_bytes: int = 0
+
+    def beside(self, gains_bytes: int) -> Document | None:
+        """The document with so much beside it, or None where it is to be written anew."""
+        beside_bytes = self.beside_bytes + gains_bytes
+        if 2 * gains_bytes > self.text_bytes or beside_bytes > DOCUMENTS_BESIDE_MAX * self.text_bytes:
+            return None
+        return Document(self.version, self.checksum, self.text_bytes, beside_bytes)
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A row that is what it says, of our shape and our fold version."""
+    """A state of our fold version, proven or just folded."""
 
     execution_id: int
     #: Highest event id folded.
@@ -58,44 +86,26 @@ class Snapshot:
     checksum: str
     #: The database snapshot it was folded from; None where the log has no xact_id.
     log_snapshot: str | None
-    fold_version: str
     rules: str
     registry_digest: str
     state: JsonObject
-    warnings: tuple[FoldWarning, ...]
+    #: Whether there may be a float in it or in its document.
+    holds_float: bool
+    warnings: Sequence[FoldWarning]
     warnings_left_out: int
+    #: What its row holds whole: this state, or the one that it is kept beside.
+    document: Document
 
 
 @dataclass(frozen=True, slots=True)
 class Folded:
-    """A state to be stored."""
+    """A snapshot to be stored."""
 
-    execution_id: int
-    state: JsonObject
-    hashed: Hashed
-    log_snapshot: str | None
-    warnings: Sequence[FoldWarning]
-    warnings_left_out: int
-
-    @property
-    def checksum(self) -> str:
-        """Over all of the state."""
-        return self.hashed.checksum
-
-    @property
-    def text(self) -> bytes:
-        """What was hashed."""
-        return self.hashed.text
-
-    @property
-    def version(self) -> int:
-        """The highest event id folded."""
-        return int(self.state["last_event_id"] or 0)
-
-    @property
-    def event_count(self) -> int:
-        """How many events the state covers."""
-        return int(self.state["event_count"])
+    snapshot: Snapshot
+    #: What was hashed.
+    text: bytes
+    #: What it has gained since its document, where that is another one.
+    gains: bytes | None
 
 
 def aggregate_id(execution_id: int) -> str:
@@ -103,44 +113,68 @@ def aggregate_id(execution_id: int) -> str:
     return f"execution/{execution_id}/all"
 
 
-def execution_id_of(aggregate: str) -> int | None:
-    """The execution of such a key; None for a key of somebody else."""
-    parts = aggregate.split("/")
-    if len(parts) != 3 or parts[0] != "execution" or parts[2] != "all" or not parts[1].isdecimal():
-        return None
-    return int(parts[1])
-
-
-def folded_of(fold: Fold, *, log_snapshot: str | None) -> Steps[Folded]:
-    """What a finished fold leaves to be stored."""
-    return Folded(
-        execution_id=fold.state["execution_id"],
-        state=fold.state,
-        hashed=(yield from hash_state(fold.state)),
+def folded_of(fold: Fold, *, log_snapshot: str | None, since: Snapshot | None = None) -> Steps[Folded]:
+    """What a finished fold leaves to be stored; `since` is what it went on from."""
+    state = fold.state
+    holds_float = document = gains = None
+    if since is not None:
+        gained = gains_since(state, since.document.version)
+        # Of document and state together, as both are proven by it.
+        holds_float = since.holds_float or contains_float(gained)
+        gains = canonical_json(gained, holds_float=holds_float)
+        document = since.document.beside(len(gains))
+    hashed = yield from hash_state(state, holds_float=holds_float)
+    version = state["last_event_id"] or 0
+    snapshot = Snapshot(
+        execution_id=state["execution_id"],
+        version=version,
+        event_count=state["event_count"],
+        checksum=hashed.checksum,
         log_snapshot=log_snapshot,
+        rules=RULES.value.name,
+        registry_digest=state["upcaster_registry_digest"],
+        state=state,
+        holds_float=hashed.holds_float,
         warnings=fold.noted_warnings,
         warnings_left_out=fold.warnings_left_out,
+        document=document or _document_of(version, hashed),
     )
+    return Folded(snapshot, hashed.text, gains if document else None)
+
+
+def whole(folded: Folded) -> Folded:
+    """The same with the state as its document, where the one it was to be kept beside is gone."""
+    snapshot, text = folded.snapshot, folded.text
+    document = _document_of(snapshot.version, Hashed(snapshot.checksum, text, snapshot.holds_float))
+    return Folded(replace(snapshot, document=document), text, None)
+
+
+def _document_of(version: int, hashed: Hashed) -> Document:
+    keeps_text = hashed.holds_float and _has_odd_number(hashed.text)
+    return Document(version, hashed.checksum, 0 if keeps_text else len(hashed.text))
 
 
 def write(folded: Folded) -> SnapshotRow:
     """The row of a state; the checksums of its surfaces are left to whoever reads it."""
-    state = folded.state
-    finished = b'%s,"checksum":"%s","checksum_algorithm":"%s"}' % (
-        folded.text[:-1],
-        folded.checksum.encode(),
-        ALGORITHM.encode(),
-    )
+    snapshot = folded.snapshot
+    state, document = snapshot.state, snapshot.document
     meta: dict[str, Any] = {
         "projector": "noetl_grpc",
         "fold_version": FOLD_VERSION,
-        "rules": RULES.value.name,
-        "upcaster_registry_digest": state["upcaster_registry_digest"],
-        "event_count": folded.event_count,
-        "log_snapshot": folded.log_snapshot,
-        "holds_float": folded.hashed.holds_float,
+        "rules": snapshot.rules,
+        "upcaster_registry_digest": snapshot.registry_digest,
+        "event_count": snapshot.event_count,
+        "log_snapshot": snapshot.log_snapshot,
+        "holds_float": snapshot.holds_float,
     }
-    keeps_text = folded.hashed.holds_float and _has_odd_number(folded.text)
+    snapshot_json = None
+    if folded.gains:
+        meta["version"], meta["checksum"] = snapshot.version, snapshot.checksum
+        meta["gains"], meta["beside_bytes"] = folded.gains.decode(), document.beside_bytes
+    else:
+        state_json, end = folded.text[:-1].decode(), f'"checksum_algorithm":"{ALGORITHM}"}}'
+        snapshot_json = f'{state_json},"checksum":"{snapshot.checksum}",{end}'
+    keeps_text = not document.text_bytes
     if keeps_text:
         meta["text"] = folded.text.decode()
     order = {
@@ -150,81 +184,92 @@ def write(folded: Folded) -> SnapshotRow:
     }
     if order:
         meta["order"] = order
-    if folded.warnings:
-        meta["warnings"] = [[item.event_id, item.path, item.problem] for item in folded.warnings]
-        meta["warnings_left_out"] = folded.warnings_left_out
+    if snapshot.warnings:
+        meta["warnings"] = [[item.event_id, item.path, item.problem] for item in snapshot.warnings]
+        meta["warnings_left_out"] = snapshot.warnings_left_out
     told = canonical_json(meta, holds_float=False)
     return SnapshotRow(
-        execution_id=folded.execution_id,
-        version=folded.version,
-        snapshot_json=finished.decode(),
-        checksum=folded.checksum,
-        meta_json=f'{told[:-1].decode()},"sha256":"{_seal(folded.checksum, told)}"}}',
-    )
-
-
-def snapshot_of(folded: Folded) -> Snapshot:
-    """What reading the row of a state would give; they share it."""
-    return Snapshot(
-        execution_id=folded.execution_id,
-        version=folded.version,
-        event_count=folded.event_count,
-        checksum=folded.checksum,
-        log_snapshot=folded.log_snapshot,
-        fold_version=FOLD_VERSION,
-        rules=RULES.value.name,
-        registry_digest=str(folded.state["upcaster_registry_digest"]),
-        state=folded.state,
-        warnings=tuple(folded.warnings),
-        warnings_left_out=folded.warnings_left_out,
+        execution_id=snapshot.execution_id,
+        version=document.version,
+        snapshot_json=snapshot_json,
+        checksum=document.checksum,
+        meta_json=f'{told[:-1].decode()},"sha256":"{_seal(document.checksum, told)}"}}',
     )
 
 
 def read(row: SnapshotRow) -> Snapshot | SeedOutcome:
     """The snapshot of a row, or why it can't be one of ours."""
-    meta, stored = decode_object(row.meta_json), decode_object(row.snapshot_json)
+    meta, stored = decode_object(row.meta_json), decode_object(row.snapshot_json or "")
     if meta is None or stored is None:
         return SeedOutcome.TAMPERED
     if meta.get("projector") != "noetl_grpc" or meta.get("fold_version") != FOLD_VERSION:
         return SeedOutcome.FOLD_VERSION
     if meta.pop("sha256", None) != _seal(row.checksum, canonical_json(meta, holds_float=False)):
         return SeedOutcome.TAMPERED
-    # What the seal covers is as we wrote it; the state proves itself by its checksum.
+    # What the seal covers is as we wrote it; document and state prove themselves by their checksums.
     try:
-        state = _restored(stored, meta)
-        checksum = sha256_hex(canonical_json(state, holds_float=meta["holds_float"]))
+        state = _document_state(stored, meta)
+        if not _is_proven(state, meta, row.version, row.checksum) or stored.get("checksum") != row.checksum:
+            return SeedOutcome.TAMPERED
+        version, checksum = row.version, row.checksum
+        if "gains" in meta:
+            version, checksum = meta["version"], meta["checksum"]
+            state = _later_state(state, meta)
+            if not _is_proven(state, meta, version, checksum):
+                return SeedOutcome.TAMPERED
+        if state["execution_id"] != row.execution_id:
+            return SeedOutcome.TAMPERED
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
-        return SeedOutcome.TAMPERED
-    if (
-        not checksum == stored.get("checksum") == row.checksum
-        or state["last_event_id"] != row.version
-        or state["execution_id"] != row.execution_id
-    ):
         return SeedOutcome.TAMPERED
     return Snapshot(
         execution_id=row.execution_id,
-        version=row.version,
+        version=version,
         event_count=meta["event_count"],
-        checksum=row.checksum,
+        checksum=checksum,
         log_snapshot=meta["log_snapshot"],
-        fold_version=FOLD_VERSION,
         rules=meta["rules"],
-        registry_digest=str(meta["upcaster_registry_digest"]),
+        registry_digest=meta["upcaster_registry_digest"],
         state=state,
-        warnings=tuple(FoldWarning(*item) for item in meta.get("warnings", ())),
+        holds_float=meta["holds_float"],
+        warnings=[FoldWarning(*item) for item in meta.get("warnings", ())],
         warnings_left_out=meta.get("warnings_left_out", 0),
+        document=Document(
+            row.version,
+            row.checksum,
+            0 if "text" in meta else len(row.snapshot_json or ""),
+            meta.get("beside_bytes", 0),
+        ),
     )
 
 
-def _restored(stored: JsonObject, meta: JsonObject) -> JsonObject:
-    """The state as it was before it went through JSONB."""
+def _is_proven(state: JsonObject, meta: JsonObject, version: int, checksum: str) -> bool:
+    text = canonical_json(state, holds_float=meta["holds_float"])
+    return sha256_hex(text) == checksum and state["last_event_id"] == version
+
+
+def _document_state(stored: JsonObject, meta: JsonObject) -> JsonObject:
+    """The document as it was before it went through JSONB; the order of its surfaces is that of the latest state."""
     state = {key: value for key, value in stored.items() if key not in CHECKSUM_KEYS}
     if "text" in meta:
         told, state = state, json.loads(meta["text"])
         if not _agree(told, state):
             raise ValueError("the stored state is not that of the text")
     for surface, keys in meta.get("order", {}).items():
-        state[surface] = {key: state[surface][key] for key in keys} | state[surface]
+        entries = state[surface]
+        state[surface] = {key: entries[key] for key in keys if key in entries}
+    return state
+
+
+def _later_state(state: JsonObject, meta: JsonObject) -> JsonObject:
+    gains = decode_object(meta["gains"])
+    if gains is None:
+        raise ValueError("what the state has gained is no object")
+    bring_forward(state, gains)
+    orders = meta.get("order", {})
+    for surface in SURFACES:
+        if surface in gains:
+            keys = orders.get(surface) or _jsonb_order(state[surface])
+            state[surface] = {key: state[surface][key] for key in keys}
     return state
 
 
@@ -262,7 +307,10 @@ def _has_odd_number(text: bytes) -> bool:
 
 
 def _is_in_jsonb_order(surface: Mapping[str, Any]) -> bool:
-    if len(surface) < 2:
-        return True
-    keys = [*map(str.encode, surface)]
-    return keys == sorted(sorted(keys), key=len)
+    return len(surface) < 2 or list(surface) == _jsonb_order(surface)
+
+
+def _jsonb_order(surface: Iterable[str]) -> list[str]:
+    keys = sorted(map(str.encode, surface))
+    keys.sort(key=len)
+    return [*map(bytes.decode, keys)]

@@ -22,14 +22,14 @@ from noetl_grpc.errors import Conflict, EventMalformed, NotFound, Unavailable
 from noetl_grpc.metrics import Metrics
 from noetl_grpc.services.hot_states import HotState, HotStates
 from noetl_grpc.services.seeds import Seeds
-from noetl_grpc.storage import cursors, projections
+from noetl_grpc.storage import projections
 from noetl_grpc.storage.pool import Connection, Pool, Shards
 from noetl_grpc.storage.projections import Coverage, StoredRow
 from noetl_grpc.storage.replay import START, collector_held, fold_log, in_steps
 
 #: Executions that are folded in one transaction: at first, at most, and by what their states weigh together.
 SLICE_FIRST = 50
-SLICE_MAX = 100
+SLICE_MAX = 200
 SLICE_BYTES = 8 * 1024 * 1024
 #: Slices of one call that are under way at a time: while the database reads or saves one, another is folded.
 SLICES_AT_ONCE = 3
@@ -179,11 +179,10 @@ class ReadModel:
     ) -> tuple[list[Advanced | NotAdvanced], int]:
         async with self._folding:
             async with pool.transaction(isolation="repeatable_read", readonly=True) as conn:
-                has_xact_id = await cursors.can_follow_snapshots(conn)
-                log_snapshot = await projections.log_snapshot(conn) if has_xact_id else None
+                log_snapshot = await projections.log_snapshot(conn)
                 found = await self._find(conn, tenant, ids)
-                foldings = await self._fold(conn, tenant, ids, found, has_xact_id=has_xact_id)
-            news = [folding.fold for folding in foldings.values() if folding.is_news]
+                foldings = await self._fold(conn, tenant, ids, found, has_xact_id=log_snapshot is not None)
+            news = [folding for folding in foldings.values() if folding.is_news]
             drafts = await in_steps(_drafts(news, log_snapshot=log_snapshot))
         places, covered = await self._save(pool, tenant, drafts)
         self._keep_hot(tenant, foldings, found, drafts, places)
@@ -205,7 +204,7 @@ class ReadModel:
         if others:
             for execution_id, stored in (await projections.read_snapshots(conn, tenant, others)).items():
                 found[execution_id] = _Found(
-                    *self._seeds.prove(stored), text_bytes=len(stored.row.snapshot_json)
+                    *self._seeds.prove(stored), text_bytes=len(stored.row.snapshot_json or "")
                 )
         return found
 
@@ -216,10 +215,14 @@ class ReadModel:
         if not drafts:
             return {}, {}
         covered: Mapping[int, Coverage] = {}
-        async with pool.transaction() as conn:
+        async with pool.acquire() as conn:
             places = await projections.save_snapshots(conn, tenant, [draft.row for draft in drafts])
-            overtaken = [draft.row.execution_id for draft in drafts if draft.row.execution_id not in places]
-            if overtaken:
+            left = [draft for draft in drafts if draft.row.execution_id not in places]
+            if left:
+                # Overtaken, or the document that a state was to be kept beside is another one by now.
+                whole = [snapshots.write(snapshots.whole(draft.folded)) for draft in left]
+                places |= await projections.save_snapshots(conn, tenant, whole)
+                overtaken = [row.execution_id for row in whole if row.execution_id not in places]
                 covered = await projections.covered_versions(conn, tenant, overtaken)
         return places, covered
 
@@ -238,9 +241,7 @@ class ReadModel:
         for draft in drafts:
             if draft.row.execution_id in places:
                 place = places[draft.row.execution_id]
-                self._hot.put(
-                    tenant, HotState(place, snapshots.snapshot_of(draft.folded), len(draft.folded.text))
-                )
+                self._hot.put(tenant, HotState(place, draft.folded.snapshot, len(draft.folded.text)))
 
     def _outcomes(
         self,
@@ -329,13 +330,17 @@ class ReadModel:
         pool = self._shards.pool_for(execution_id)
         async with self._folding:
             async with pool.transaction(isolation="repeatable_read", readonly=True) as conn:
-                has_xact_id = await cursors.can_follow_snapshots(conn)
-                log_snapshot = await projections.log_snapshot(conn) if has_xact_id else None
+                log_snapshot = await projections.log_snapshot(conn)
                 stored = (await projections.read_snapshots(conn, tenant, [execution_id])).get(execution_id)
-                foldings = await self._fold(conn, tenant, [execution_id], {}, has_xact_id=has_xact_id)
+                foldings = await self._fold(
+                    conn, tenant, [execution_id], {}, has_xact_id=log_snapshot is not None
+                )
             fold = foldings[execution_id].fold
             folded = await in_steps(snapshots.folded_of(fold, log_snapshot=log_snapshot))
-        outcome = self._compare(stored, folded)
+        snapshot, seed_outcome = self._seeds.prove(stored) if stored else (None, SeedOutcome.ABSENT)
+        outcome = _compare(snapshot if seed_outcome is SeedOutcome.USED else None, folded.snapshot)
+        if stored is None:
+            outcome = Check.MISSING
         repaired = False
         if repair and outcome is not Check.SAME and fold.state["event_count"]:
             mended = snapshots.write(folded)
@@ -349,20 +354,10 @@ class ReadModel:
         return Verified(
             execution_id=execution_id,
             outcome=outcome,
-            stored_checksum=stored.row.checksum if stored else "",
-            log_checksum=folded.checksum,
+            stored_checksum=_checksum_of(stored, snapshot),
+            log_checksum=folded.snapshot.checksum,
             repaired=repaired,
         )
-
-    def _compare(self, stored: StoredRow | None, folded: Folded) -> Check:
-        if stored is None:
-            return Check.MISSING
-        snapshot, outcome = self._seeds.prove(stored)
-        if snapshot is None or outcome is not SeedOutcome.USED:
-            return Check.DIFFERENT
-        if snapshot.checksum == folded.checksum:
-            return Check.SAME
-        return Check.STALE if snapshot.event_count < folded.event_count else Check.DIFFERENT
 
     async def _fold(
         self,
@@ -416,10 +411,26 @@ class ReadModel:
             await asyncio.sleep(0)
 
 
-def _drafts(folds: Iterable[Fold], *, log_snapshot: str | None) -> Steps[list[_Draft]]:
+def _checksum_of(stored: StoredRow | None, snapshot: Snapshot | None) -> str:
+    """Of the state that is stored; where that does not prove itself, what its row says."""
+    if snapshot is not None:
+        return snapshot.checksum
+    return stored.row.checksum if stored else ""
+
+
+def _compare(stored: Snapshot | None, folded: Snapshot) -> Check:
+    """What a stored snapshot is beside a fold of the whole log; None is one that does not prove itself."""
+    if stored is None:
+        return Check.DIFFERENT
+    if stored.checksum == folded.checksum:
+        return Check.SAME
+    return Check.STALE if stored.event_count < folded.event_count else Check.DIFFERENT
+
+
+def _drafts(foldings: Iterable[_Folding], *, log_snapshot: str | None) -> Steps[list[_Draft]]:
     drafts = []
-    for fold in folds:
-        folded = yield from snapshots.folded_of(fold, log_snapshot=log_snapshot)
+    for folding in foldings:
+        folded = yield from snapshots.folded_of(folding.fold, log_snapshot=log_snapshot, since=folding.seed)
         drafts.append(_Draft(folded, snapshots.write(folded)))
         yield
     return drafts

@@ -47,6 +47,8 @@ class Seeds:
         snapshot, outcome = self.prove(stored)
         if snapshot is None or outcome is not SeedOutcome.USED:
             return None, outcome
+        if snapshot.version > cutoff.event_id:
+            return None, SeedOutcome.ABSENT
         if cutoff.time is not None and await projections.reaches_past(
             conn, tenant, scope.execution_id, version=snapshot.version, moment=cutoff.time
         ):

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from noetl_grpc.core.access import Tenant
-from noetl_grpc.core.snapshots import Snapshot, SnapshotRow, aggregate_id, execution_id_of
+from noetl_grpc.core.snapshots import Snapshot, SnapshotRow, aggregate_id
 from noetl_grpc.storage.pool import Connection
 from noetl_grpc.storage.queries import queries
 
@@ -38,9 +38,9 @@ class Coverage:
     event_count: int
 
 
-async def log_snapshot(conn: Connection) -> str:
-    """What the running transaction sees."""
-    snapshot: str = await conn.fetchval(queries["current_log_snapshot"])
+async def log_snapshot(conn: Connection) -> str | None:
+    """What the running transaction sees; None where the log can't tell later what that was."""
+    snapshot: str | None = await conn.fetchval(queries["current_log_snapshot"])
     return snapshot
 
 
@@ -48,10 +48,10 @@ async def read_snapshots(
     conn: Connection, tenant: Tenant, execution_ids: Sequence[int]
 ) -> dict[int, StoredRow]:
     """The stored rows by execution."""
-    keys = [aggregate_id(execution_id) for execution_id in execution_ids]
-    rows = await conn.fetch(queries["read_snapshots"], tenant.tenant_id, tenant.organization_id, keys)
+    by_key = _by_key(execution_ids)
+    rows = await conn.fetch(queries["read_snapshots"], tenant.tenant_id, tenant.organization_id, [*by_key])
     return {
-        execution_id: StoredRow(
+        (execution_id := by_key[row["aggregate_id"]]): StoredRow(
             SnapshotRow(
                 execution_id,
                 row["version"],
@@ -62,39 +62,36 @@ async def read_snapshots(
             row["updated_at"],
         )
         for row in rows
-        if (execution_id := execution_id_of(row["aggregate_id"])) is not None
     }
 
 
 async def read_places(conn: Connection, tenant: Tenant, execution_ids: Sequence[int]) -> dict[int, str]:
     """Which version of its row each stored snapshot is."""
-    keys = [aggregate_id(execution_id) for execution_id in execution_ids]
-    rows = await conn.fetch(queries["read_places"], tenant.tenant_id, tenant.organization_id, keys)
-    return _by_execution(rows, "place")
+    by_key = _by_key(execution_ids)
+    rows = await conn.fetch(queries["read_places"], tenant.tenant_id, tenant.organization_id, [*by_key])
+    return {by_key[key]: place for key, place in rows}
 
 
 async def save_snapshots(conn: Connection, tenant: Tenant, rows: Iterable[SnapshotRow]) -> dict[int, str]:
     """Store rows that cover at least as much as what is there; the places of those that were, by execution."""
-    in_order = sorted(rows, key=lambda row: aggregate_id(row.execution_id))
+    by_key = {aggregate_id(row.execution_id): row for row in rows}
+    keys = sorted(by_key)
+    in_order = [by_key[key] for key in keys]
     written = await conn.fetch(
         queries["save_snapshots"],
         tenant.tenant_id,
         tenant.organization_id,
-        [aggregate_id(row.execution_id) for row in in_order],
+        keys,
         [row.version for row in in_order],
         [row.snapshot_json for row in in_order],
         [row.checksum for row in in_order],
         [row.meta_json for row in in_order],
     )
-    return _by_execution(written, "place")
+    return {by_key[key].execution_id: place for key, place in written}
 
 
-def _by_execution(rows: Iterable[Any], column: str) -> dict[int, Any]:
-    return {
-        execution_id: row[column]
-        for row in rows
-        if (execution_id := execution_id_of(row["aggregate_id"])) is not None
-    }
+def _by_key(execution_ids: Iterable[int]) -> dict[str, int]:
+    return {aggregate_id(execution_id): execution_id for execution_id in execution_ids}
 
 
 async def repair_snapshot(
@@ -120,13 +117,9 @@ async def covered_versions(
     conn: Connection, tenant: Tenant, execution_ids: Sequence[int]
 ) -> dict[int, Coverage]:
     """How far the stored snapshots reach."""
-    keys = [aggregate_id(execution_id) for execution_id in execution_ids]
-    rows = await conn.fetch(queries["covered_versions"], tenant.tenant_id, tenant.organization_id, keys)
-    return {
-        execution_id: Coverage(row["version"], row["event_count"])
-        for row in rows
-        if (execution_id := execution_id_of(row["aggregate_id"])) is not None
-    }
+    by_key = _by_key(execution_ids)
+    rows = await conn.fetch(queries["covered_versions"], tenant.tenant_id, tenant.organization_id, [*by_key])
+    return {by_key[row["aggregate_id"]]: Coverage(row["version"], row["event_count"]) for row in rows}
 
 
 async def count_behind(conn: Connection, *, events: int) -> int:
@@ -197,6 +190,8 @@ async def events_to_fold(
     )
     while page := await cursor.fetch(page_size):
         yield page
+        if len(page) < page_size:
+            return
 
 
 async def included_events(

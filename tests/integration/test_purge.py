@@ -21,6 +21,7 @@ from noetl_grpc.settings import Settings
 from noetl_grpc.storage.queries import queries
 from tests.conftest import AUTHORIZATION, TOKEN, settings_for
 from tests.factories import CATALOG_ID, add_catalog_entry
+from tests.locks import waiting_for_lock
 
 Stub = projection_pb2_grpc.ProjectionServiceStub
 StartServer = Callable[[Settings], Awaitable[Server]]
@@ -241,20 +242,6 @@ async def test_a_subscription_that_is_not_deactivated_keeps_its_partition(
             "LIVE_SUBSCRIPTION",
             f"subscription {subscription_id} is not DEACTIVATED",
         )
-
-
-async def waiting_for_lock(conn: asyncpg.Connection) -> None:
-    """Return once the server's backend waits for a lock; PostgreSQL tells nobody, so we ask."""
-    async with asyncio.timeout(10):
-        while not await conn.fetchval(
-            """
-            SELECT EXISTS (
-                SELECT FROM pg_stat_activity
-                WHERE datname = current_database() AND application_name = 'noetl_grpc' AND wait_event_type = 'Lock'
-            )
-            """
-        ):
-            pass
 
 
 async def test_a_subscription_registered_between_check_and_lock_keeps_its_partition(

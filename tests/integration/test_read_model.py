@@ -25,6 +25,7 @@ from noetl_grpc.storage import projections
 from noetl_grpc.storage.pool import Shards, open_shards
 from noetl_grpc.storage.projections import Awaited
 from tests.factories import CATALOG_ID, EXECUTION_ID, add_catalog_entry
+from tests.locks import waiting_for_lock
 
 DEFAULT = Tenant("default", "default")
 OTHER = Tenant("acme", "default")
@@ -218,6 +219,134 @@ async def test_a_damaged_row_is_no_seed_is_found_and_mended(
     assert (clean.outcome, clean.repaired) == (Check.SAME, False)
 
 
+ROW = "SELECT version, snapshot::text, checksum, meta::text FROM noetl.projection_snapshot"
+
+
+async def _advanced_in_two_parts(model: ReadModel, conn: asyncpg.Connection) -> None:
+    """Events up to 40 are the document, one more is beside it."""
+    await insert(conn, range(1, 41))
+    await _advance(model)
+    await insert(conn, [41])
+    await _advance(model)
+
+
+async def test_a_few_new_events_leave_the_document_as_it_is(
+    model: ReadModel, shards: Shards, conn: asyncpg.Connection
+) -> None:
+    await insert(conn, range(1, 41))
+    await _advance(model)
+    before = await conn.fetchrow(ROW)
+    await insert(conn, [41])
+
+    assert await _advance(model) == Advanced(EXECUTION_ID, version=41, events=41, changed=True, rebuilt=False)
+
+    after = await conn.fetchrow(ROW)
+    assert after["snapshot"] == before["snapshot"]
+    assert (after["version"], after["checksum"]) == (40, before["checksum"])
+    # Also to somebody who did not write it.
+    for reader in (model, _model(shards)):
+        projection = await reader.get(DEFAULT, EXECUTION_ID)
+        assert (projection.snapshot.version, projection.snapshot.event_count) == (41, 41)
+        assert await reader.stored_version(DEFAULT, EXECUTION_ID) == 41
+        stored, log = await _checksums(reader)
+        assert stored == log == projection.checksums.value
+    await insert(conn, [42])
+    assert not (await _advance(_model(shards))).rebuilt
+
+
+async def test_a_long_run_of_advances_writes_the_document_now_and_then(
+    model: ReadModel, conn: asyncpg.Connection
+) -> None:
+    await insert(conn, range(1, 41))
+    documents = []
+    for event_id in range(41, 81):
+        outcome = await _advance(model)
+        assert (outcome.events, outcome.rebuilt) == (event_id - 1, False)
+        documents.append((await conn.fetchrow(ROW))["version"])
+        await insert(conn, [event_id])
+
+    assert documents == sorted(documents)
+    assert 2 < len(set(documents)) < 20
+    stored, log = await _checksums(model)
+    assert stored != log
+    await _advance(model)
+    stored, log = await _checksums(model)
+    assert stored == log
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "snapshot = jsonb_set(snapshot, '{commands,1,status}', '\"FAILED\"')",
+        "meta = meta - 'gains'",
+        "meta = jsonb_set(meta, '{gains}', '\"{}\"')",
+        "meta = meta || '{\"version\": 40}'",
+        "meta = meta || '{\"version\": 1e30}'",
+        'meta = meta || \'{"version": "x"}\'',
+        "version = 41",
+    ],
+)
+async def test_damage_to_a_document_or_to_what_it_gained_is_found_and_mended(
+    model: ReadModel, conn: asyncpg.Connection, damage: str
+) -> None:
+    await _advanced_in_two_parts(model, conn)
+    await conn.execute(f"UPDATE noetl.projection_snapshot SET {damage}")
+
+    with pytest.raises(NotFound):
+        await model.get(DEFAULT, EXECUTION_ID)
+    assert await model.stored_version(DEFAULT, EXECUTION_ID) >= 0
+    (found,) = await model.verify(DEFAULT, [EXECUTION_ID], repair=True)
+    (clean,) = await model.verify(DEFAULT, [EXECUTION_ID], repair=False)
+    assert (found.outcome, found.repaired) == (Check.DIFFERENT, True)
+    assert clean.outcome is Check.SAME
+
+
+async def test_a_state_beside_another_document_or_beside_none_is_not_stored(
+    model: ReadModel, conn: asyncpg.Connection
+) -> None:
+    await _advanced_in_two_parts(model, conn)
+    version, _, checksum, meta = await conn.fetchrow(ROW)
+    row = snapshots.SnapshotRow(EXECUTION_ID, version, None, checksum, meta)
+
+    for other in ("checksum = 'x'", "checksum = '', version = 39"):
+        await conn.execute(f"UPDATE noetl.projection_snapshot SET {other}")
+        before = await conn.fetchrow(ROW)
+        assert await projections.save_snapshots(conn, DEFAULT, [row]) == {}
+        assert await conn.fetchrow(ROW) == before
+    await conn.execute("DELETE FROM noetl.projection_snapshot")
+    assert await projections.save_snapshots(conn, DEFAULT, [row]) == {}
+    assert await conn.fetchrow(ROW) is None
+
+
+@pytest.mark.parametrize("replaced_by", ["another document", "nothing"])
+async def test_a_document_that_goes_while_it_is_gone_on_from_is_written_whole(
+    model: ReadModel, shards: Shards, conn: asyncpg.Connection, database_url: str, replaced_by: str
+) -> None:
+    await _advanced_in_two_parts(model, conn)
+    await insert(conn, [42])
+    other = await asyncpg.connect(database_url)
+    transaction = other.transaction()
+    await transaction.start()
+    if replaced_by == "nothing":
+        await other.execute("DELETE FROM noetl.projection_snapshot")
+    else:
+        await other.execute(
+            "UPDATE noetl.projection_snapshot SET version = 1, checksum = 'x', meta = '{\"event_count\": 1}'"
+        )
+
+    # It has read the row as it was, and waits for whoever is changing it.
+    advance = asyncio.ensure_future(_advance(model))
+    await waiting_for_lock(conn)
+    await transaction.commit()
+    await other.close()
+
+    assert await advance == Advanced(EXECUTION_ID, version=42, events=42, changed=True, rebuilt=False)
+    # A row that was deleted comes back around the document that the statement saw.
+    assert (await conn.fetchrow(ROW))["version"] == (40 if replaced_by == "nothing" else 42)
+    stored, log = await _checksums(_model(shards))
+    assert stored == log
+
+
 async def test_a_row_that_anybody_changed_is_noticed_by_the_next_advance(
     model: ReadModel, conn: asyncpg.Connection
 ) -> None:
@@ -327,7 +456,8 @@ async def test_eight_callers_and_late_writers_never_move_a_snapshot_back(
         connection = await asyncpg.connect(database_url)
         while not done.is_set():
             for row in await connection.fetch(
-                "SELECT aggregate_id, version, (meta ->> 'event_count')::int AS events FROM noetl.projection_snapshot"
+                "SELECT aggregate_id, COALESCE((meta ->> 'version')::bigint, version) AS version,"
+                " (meta ->> 'event_count')::int AS events FROM noetl.projection_snapshot"
             ):
                 before = highest.get(row["aggregate_id"], (0, 0))
                 reached = (row["version"], row["events"])

@@ -27,7 +27,8 @@ WHERE tenant_id = $1
 -- name: save_snapshots
 -- Store what covers at least as many events as what is there; an older fold never replaces a newer one. Visible sets of
 -- events only grow, so equal counts mean equal events. The keys come sorted, so that two callers wait for each other
--- instead of deadlocking. Arrays from $3: keys, versions, snapshots, checksums, metas. Returns what `read_places` would.
+-- instead of deadlocking. Arrays from $3: keys, versions, documents, checksums, metas. A row whose document is NULL is
+-- stored around the one of its version and checksum, and not at all where that is gone. Returns what `read_places` would.
 INSERT INTO noetl.projection_snapshot AS stored (
     tenant_id,
     organization_id,
@@ -44,15 +45,38 @@ SELECT
     'replay_state',
     new.aggregate_id,
     new.version,
-    -- Cast here, because PostgreSQL reads an array of texts much faster than one of documents.
-    new.snapshot::jsonb,
+    new.snapshot,
     new.checksum,
-    new.meta::jsonb
-FROM unnest($3::text[], $4::bigint[], $5::text[], $6::text[], $7::text[])
-    AS new (aggregate_id, version, snapshot, checksum, meta)
+    new.meta
+FROM (
+    SELECT
+        given.aggregate_id,
+        given.version,
+        -- Cast here, because PostgreSQL reads an array of texts much faster than one of documents.
+        CASE
+            WHEN given.snapshot IS NOT NULL THEN given.snapshot::jsonb
+            ELSE (
+                SELECT s.snapshot
+                FROM noetl.projection_snapshot AS s
+                WHERE s.tenant_id = $1
+                    AND s.organization_id = $2
+                    AND s.aggregate_type = 'replay_state'
+                    AND s.aggregate_id = given.aggregate_id
+                    AND s.version = given.version
+                    AND s.checksum = given.checksum
+            )
+        END AS snapshot,
+        given.checksum,
+        given.meta::jsonb AS meta
+    FROM unnest($3::text[], $4::bigint[], $5::text[], $6::text[], $7::text[])
+        AS given (aggregate_id, version, snapshot, checksum, meta)
+    OFFSET 0
+) AS new
+WHERE new.snapshot IS NOT NULL
 ON CONFLICT (tenant_id, organization_id, aggregate_type, aggregate_id) DO UPDATE
 SET version = excluded.version,
-    snapshot = excluded.snapshot,
+    -- The very value that is there is not compressed and written once more.
+    snapshot = CASE WHEN excluded.meta ? 'gains' THEN stored.snapshot ELSE excluded.snapshot END,
     checksum = excluded.checksum,
     meta = excluded.meta,
     updated_at = now()
@@ -60,6 +84,10 @@ WHERE CASE
         WHEN jsonb_typeof(stored.meta -> 'event_count') = 'number' THEN (stored.meta ->> 'event_count')::numeric
         ELSE -1
     END <= (excluded.meta ->> 'event_count')::numeric
+    AND (
+        NOT excluded.meta ? 'gains'
+        OR stored.version = excluded.version AND stored.checksum = excluded.checksum
+    )
 RETURNING stored.aggregate_id, stored.xmin::text || stored.ctid::text || stored.checksum AS place;
 
 -- name: repair_snapshot
@@ -80,10 +108,14 @@ WHERE tenant_id = $1
 RETURNING aggregate_id;
 
 -- name: covered_versions
--- How far stored snapshots reach, whoever wrote them. $3 keys.
+-- How far stored snapshots reach, whoever wrote them: `meta` tells it where that is beyond the document. $3 keys.
 SELECT
     aggregate_id,
-    version,
+    CASE
+        WHEN jsonb_typeof(meta -> 'version') = 'number'
+            THEN GREATEST(0, LEAST((meta ->> 'version')::numeric, 9223372036854775807))::bigint
+        ELSE version
+    END AS version,
     CASE WHEN jsonb_typeof(meta -> 'event_count') = 'number' THEN (meta ->> 'event_count')::bigint ELSE 0 END
         AS event_count
 FROM noetl.projection_snapshot
@@ -150,7 +182,14 @@ CROSS JOIN LATERAL (
 
 -- name: included_events
 -- Which of these events are in the snapshot of their execution. Arrays: tenants, organisations, keys, executions, events.
-SELECT wanted.place::integer AS place, s.version, e.event_id IS NOT NULL AS is_included
+SELECT
+    wanted.place::integer AS place,
+    CASE
+        WHEN jsonb_typeof(s.meta -> 'version') = 'number'
+            THEN GREATEST(0, LEAST((s.meta ->> 'version')::numeric, 9223372036854775807))::bigint
+        ELSE s.version
+    END AS version,
+    e.event_id IS NOT NULL AS is_included
 FROM unnest($1::text[], $2::text[], $3::text[], $4::bigint[], $5::bigint[])
     WITH ORDINALITY AS wanted (tenant_id, organization_id, aggregate_id, execution_id, event_id, place)
 JOIN noetl.projection_snapshot AS s
@@ -170,8 +209,8 @@ LEFT JOIN noetl.event AS e
 -- The same where the log has no xact_id: an event at or below the version is in a snapshot that missed none below it.
 SELECT
     wanted.place::integer AS place,
-    s.version,
-    e.event_id IS NOT NULL AND s.version >= wanted.event_id AND counted.events = (
+    reached.version,
+    e.event_id IS NOT NULL AND reached.version >= wanted.event_id AND counted.events = (
         CASE WHEN jsonb_typeof(s.meta -> 'event_count') = 'number' THEN (s.meta ->> 'event_count')::numeric END
     ) AS is_included
 FROM unnest($1::text[], $2::text[], $3::text[], $4::bigint[], $5::bigint[])
@@ -187,10 +226,17 @@ LEFT JOIN noetl.event AS e
     AND e.tenant_id = wanted.tenant_id
     AND e.organization_id = wanted.organization_id
 CROSS JOIN LATERAL (
+    SELECT CASE
+        WHEN jsonb_typeof(s.meta -> 'version') = 'number'
+            THEN GREATEST(0, LEAST((s.meta ->> 'version')::numeric, 9223372036854775807))::bigint
+        ELSE s.version
+    END AS version
+) AS reached
+CROSS JOIN LATERAL (
     SELECT count(*) AS events
     FROM noetl.event AS b
     WHERE b.execution_id = wanted.execution_id
-        AND b.event_id <= s.version
+        AND b.event_id <= reached.version
         AND b.tenant_id = wanted.tenant_id
         AND b.organization_id = wanted.organization_id
 ) AS counted;
@@ -292,8 +338,15 @@ SELECT count(*)
 FROM walk;
 
 -- name: current_log_snapshot
--- What this transaction sees.
-SELECT pg_current_snapshot()::text;
+-- What this transaction sees of the log; NULL where rows do not carry the transaction that wrote them, or where that
+-- can't be looked up by an index.
+SELECT pg_current_snapshot()::text
+WHERE EXISTS (
+    SELECT 1
+    FROM pg_attribute AS a
+    JOIN pg_index AS i ON i.indrelid = a.attrelid AND i.indkey[0] = a.attnum AND i.indisvalid
+    WHERE a.attrelid = to_regclass('noetl.event') AND a.attname = 'xact_id' AND a.atthasdef
+);
 
 -- name: count_behind
 -- Of the executions that the last $1 events belong to, those whose snapshot is missing or does not reach their newest one.
@@ -313,4 +366,9 @@ LEFT JOIN noetl.projection_snapshot AS s
     AND s.organization_id = recent.organization_id
     AND s.aggregate_type = 'replay_state'
     AND s.aggregate_id = 'execution/' || recent.execution_id || '/all'
-WHERE s.version IS NULL OR s.version < recent.newest;
+WHERE s.version IS NULL
+    OR CASE
+        WHEN jsonb_typeof(s.meta -> 'version') = 'number'
+            THEN GREATEST(0, LEAST((s.meta ->> 'version')::numeric, 9223372036854775807))::bigint
+        ELSE s.version
+    END < recent.newest;

@@ -13,7 +13,7 @@ OTHER = Tenant("acme", "default")
 def _state(execution_id: int, text_bytes: int = 10) -> HotState:
     fold = Fold(Identity(execution_id=execution_id), snapshots.RULES)
     folded = finish(snapshots.folded_of(fold, log_snapshot=None))
-    return HotState(f"place-{execution_id}", snapshots.snapshot_of(folded), text_bytes)
+    return HotState(f"place-{execution_id}", folded.snapshot, text_bytes)
 
 
 def test_who_takes_a_state_owns_it() -> None:
