@@ -39,6 +39,10 @@ class HotStates:
                 taken[execution_id] = state
         return taken
 
+    def peek(self, tenant: Tenant, execution_id: int) -> HotState | None:
+        """One as it is now; it may be taken and changed as soon as somebody else runs."""
+        return self._states.get((tenant, execution_id))
+
     def put(self, tenant: Tenant, state: HotState) -> None:
         """Keep it, at the cost of those that were used least recently."""
         key = tenant, state.snapshot.execution_id

@@ -20,7 +20,7 @@ from noetl_grpc.core.snapshots import RULES, Folded, SeedOutcome, Snapshot, Snap
 from noetl_grpc.core.upcast import Registry
 from noetl_grpc.errors import Conflict, EventMalformed, NotFound, Unavailable
 from noetl_grpc.metrics import Metrics
-from noetl_grpc.services.hot_states import HotState, HotStates
+from noetl_grpc.services.hot_states import HotState
 from noetl_grpc.services.seeds import Seeds
 from noetl_grpc.storage import projections
 from noetl_grpc.storage.pool import Connection, Pool, Shards
@@ -108,7 +108,7 @@ class ReadModel:
         self._registry = registry
         self._metrics = metrics
         self._folding = folding
-        self._hot = HotStates()
+        self._hot = seeds.hot
 
     async def advance(self, tenant: Tenant, execution_ids: Sequence[int]) -> list[Advanced | NotAdvanced]:
         """Bring the snapshots of these executions up to date, in the order first seen."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from noetl_grpc.core import snapshots
 from noetl_grpc.core.access import Tenant
+from noetl_grpc.core.canonical import copy_json
 from noetl_grpc.core.cutoff import Cutoff, Scope
 from noetl_grpc.core.snapshots import RULES, SeedOutcome, Snapshot
 from noetl_grpc.core.upcast import Registry
 from noetl_grpc.metrics import Metrics
+from noetl_grpc.services.hot_states import HotStates
 from noetl_grpc.storage import cursors, projections
 from noetl_grpc.storage.pool import Connection
 from noetl_grpc.storage.projections import StoredRow
@@ -20,6 +24,8 @@ class Seeds:
     def __init__(self, *, registry: Registry, metrics: Metrics) -> None:
         self._registry = registry
         self._metrics = metrics
+        #: What was stored a moment ago; whoever stores puts it there.
+        self.hot = HotStates()
 
     def prove(self, stored: StoredRow) -> tuple[Snapshot | None, SeedOutcome]:
         """The snapshot of a row, if it is one of ours, and whether a fold of ours may go on from it."""
@@ -39,14 +45,16 @@ class Seeds:
         self, conn: Connection, scope: Scope, cutoff: Cutoff
     ) -> tuple[Snapshot | None, SeedOutcome]:
         tenant = Tenant(scope.tenant_id, scope.organization_id)
-        stored = (await projections.read_snapshots(conn, tenant, [scope.execution_id])).get(
-            scope.execution_id
-        )
-        if stored is None or stored.row.version > cutoff.event_id:
-            return None, SeedOutcome.ABSENT
-        snapshot, outcome = self.prove(stored)
-        if snapshot is None or outcome is not SeedOutcome.USED:
-            return None, outcome
+        snapshot = await self._at_hand(conn, tenant, scope.execution_id)
+        if snapshot is None:
+            stored = (await projections.read_snapshots(conn, tenant, [scope.execution_id])).get(
+                scope.execution_id
+            )
+            if stored is None or stored.row.version > cutoff.event_id:
+                return None, SeedOutcome.ABSENT
+            snapshot, outcome = self.prove(stored)
+            if snapshot is None or outcome is not SeedOutcome.USED:
+                return None, outcome
         if snapshot.version > cutoff.event_id:
             return None, SeedOutcome.ABSENT
         if cutoff.time is not None and await projections.reaches_past(
@@ -58,3 +66,15 @@ class Seeds:
         if await projections.executions_with_stragglers(conn, tenant, [snapshot], has_xact_id=has_xact_id):
             return None, SeedOutcome.STRAGGLER
         return snapshot, SeedOutcome.USED
+
+    async def _at_hand(self, conn: Connection, tenant: Tenant, execution_id: int) -> Snapshot | None:
+        """A copy of what this process stored, if the row still is the one it wrote."""
+        if self.hot.peek(tenant, execution_id) is None:
+            return None
+        places = await projections.read_places(conn, tenant, [execution_id])
+        # Looked up once more, and copied without a pause: an advance may have taken it meanwhile.
+        hot = self.hot.peek(tenant, execution_id)
+        if hot is None or hot.place != places.get(execution_id):
+            return None
+        with collector_held():
+            return replace(hot.snapshot, state=copy_json(hot.snapshot.state))

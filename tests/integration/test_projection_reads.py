@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -122,9 +123,13 @@ async def test_a_seeded_replay_equals_an_unseeded_one_at_every_cutoff(
         tenant = {"tenant_id": log["tenant_id"], "organization_id": log["organization_id"]}
         events = sorted(log["events"], key=lambda event: event["event_id"])
         half = len(events) // 2
-        await copy_log(conn, log | {"events": events[:half]})
-        await api(pb.AdvanceProjectionsRequest(execution_ids=[log["execution_id"]], **tenant))
+        for part in (events[: half - 1], events[half - 1 : half]):
+            await copy_log(conn, log | {"events": part})
+            await api(pb.AdvanceProjectionsRequest(execution_ids=[log["execution_id"]], **tenant))
         await copy_log(conn, log | {"events": events[half:]})
+        if number % 8:
+            # A row that anybody has touched is read and proven; otherwise the server has it at hand.
+            await conn.execute("UPDATE noetl.projection_snapshot SET updated_at = now()")
 
         for event in events[max(0, half - 2) :: 3]:
             for projection in (state_pb2.REPLAY_PROJECTION_ALL, state_pb2.REPLAY_PROJECTION_STAGE):
@@ -141,6 +146,31 @@ async def test_a_seeded_replay_equals_an_unseeded_one_at_every_cutoff(
                 seeded += with_seed.HasField("seed")
 
     assert seeded > 100
+
+
+async def test_replays_and_advances_at_once_leave_each_other_s_states_alone(
+    api: ProjectionApi, replay: ReplayApi, conn: asyncpg.Connection
+) -> None:
+    (case, *_) = (case for case in vectors("replay-union") if len(case["input"]["events"]) > 40)
+    log = case["input"] | {"tenant_id": "default", "organization_id": "default"}
+    events = sorted(log["events"], key=lambda event: event["event_id"])
+    execution_id = log["execution_id"]
+    await copy_log(conn, log | {"events": events[:20]})
+    await api(pb.AdvanceProjectionsRequest(execution_ids=[execution_id]))
+
+    for event in events[20:40]:
+        await copy_log(conn, log | {"events": [event]})
+        states = [replay.state(execution_id, include_canonical_json=True) for _ in range(3)]
+        advance = api(pb.AdvanceProjectionsRequest(execution_ids=[execution_id]))
+        first, second, advanced, third = await asyncio.gather(*states[:2], advance, states[2])
+
+        whole = await replay.state(execution_id, include_canonical_json=True, use_snapshot=False)
+        assert [_without_seed(state) for state in (first, second, third)] == [whole] * 3
+        assert first.HasField("seed")
+        assert [(item.events, item.rebuilt) for item in advanced.advanced] == [(whole.event_count, False)]
+
+    verified = await api(pb.VerifyProjectionsRequest(execution_ids=[execution_id]))
+    assert [item.outcome for item in verified.results] == [pb.PROJECTION_CHECK_SAME]
 
 
 async def test_a_time_cutoff_uses_a_seed_only_if_it_leaves_nothing_out(

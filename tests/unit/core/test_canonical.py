@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from noetl_grpc.core.canonical import canonical_json, checksum
+from noetl_grpc.core.canonical import canonical_json, checksum, copy_json
 from noetl_grpc.core.checksums import id_order
 
 
@@ -65,3 +65,19 @@ def test_ids_are_ordered_as_numbers_first(ids: list[str], ordered: list[str]) ->
 def test_the_order_of_ids_puts_null_among_the_texts() -> None:
     assert id_order(42)[0] == 0
     assert id_order(None) == (1, 0, "")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"b": [1, {"a": "é\ud800"}], "a": 123456789012345678901, "": [-0.0, 1e16, 5e-324, True, None]},
+        # What an upcaster may have put there is passed on as it is.
+        {"at": datetime(2026, 1, 1), "in": [{"amount": Decimal("1.10")}]},
+    ],
+)
+def test_a_copy_is_equal_and_shares_no_container(value: Any) -> None:
+    copied = copy_json(value)
+
+    assert repr(copied) == repr(value)
+    copied[next(key for key, item in value.items() if isinstance(item, list))][0] = "changed"
+    assert repr(copied) != repr(value)

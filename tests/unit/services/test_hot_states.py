@@ -24,6 +24,16 @@ def test_who_takes_a_state_owns_it() -> None:
     assert states.take(TENANT, [1, 2]) == {}
 
 
+def test_who_peeks_at_a_state_leaves_it_there() -> None:
+    states = HotStates()
+    states.put(TENANT, _state(1))
+
+    assert states.peek(TENANT, 1) is states.peek(TENANT, 1) is not None
+    assert states.peek(OTHER, 1) is None
+    assert set(states.take(TENANT, [1])) == {1}
+    assert states.peek(TENANT, 1) is None
+
+
 def test_tenants_do_not_share_states() -> None:
     states = HotStates()
     states.put(TENANT, _state(1))
