@@ -46,8 +46,10 @@ REFERENCE_BYTES: Final = 1024
 PAGE_KEYS_MIN: Final = 16
 #: What a session is given at least when several render a page.
 PART_KEYS_MIN: Final = 100
-#: A page of a long gap grows up to so many batches: what a page costs beside its events is then hardly felt.
+#: A page of a long gap grows up to so many batches: what a page costs beside its events is then hardly felt. But not
+#: beyond so many events, or the next page would not be rendered while this one is published.
 PAGE_BATCHES_MAX: Final = 4
+PAGE_KEYS_MAX: Final = 2000
 #: An event that the broker refuses is parked after so many tries.
 TRIES: Final = 3
 TRY_SECONDS: Final = 0.2
@@ -121,7 +123,7 @@ class Renderer:
         self._readers = readers
         self._identify = identify
         self._message_bytes_max = message_bytes_max
-        self._batch_size = batch_size
+        self._page_size_max = max(batch_size, min(PAGE_BATCHES_MAX * batch_size, PAGE_KEYS_MAX))
         #: How many keys to come with, so that little is rendered in vain where bodies are large.
         self.page_size = batch_size
 
@@ -129,7 +131,7 @@ class Renderer:
         """How many of the keys were taken, and the batch of those that are still there."""
         found = await self._bodies(keys, inline_bytes_max=PAGE_BYTES_MAX // max(len(keys), 1))
         count = fitting(keys, [_bytes_in_memory(event) for event in found], bytes_max=BATCH_BYTES_MAX)
-        self.page_size = min(PAGE_BATCHES_MAX * self._batch_size, max(PAGE_KEYS_MIN, 2 * count))
+        self.page_size = min(self._page_size_max, max(PAGE_KEYS_MIN, 2 * count))
         keys, found = keys[:count], found[:count]
         await self._fetch_large(keys, found)
         # One that is no longer there was purged; nobody can be sent it.

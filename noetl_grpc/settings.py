@@ -239,7 +239,7 @@ class EventStreamSettings:
         "NOETL_EVENT_STREAM_BATCH",
         "500",
         _integer(1, 10_000),
-        "Events read and published at a time; up to four times as many while it is behind.",
+        "Events read and published at a time; while it is behind up to four times as many, but then no more than 2000.",
     )
     poll_ms: int = setting(
         "NOETL_EVENT_STREAM_POLL_MS",

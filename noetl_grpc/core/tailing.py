@@ -79,8 +79,8 @@ class Event:
     tenant_id: str
     organization_id: str
     traceparent: str | None
-    #: The row as JSON; None where it is so large that it was left in the database.
-    body: str | None
+    #: The row as JSON, in UTF-8; None where it is so large that it was left in the database.
+    body: bytes | None
     byte_length: int
     #: Of the body, in hex; only where the body is None.
     sha256: str | None = None
@@ -127,7 +127,7 @@ def message_of(event: Event, *, identifier: str, message_bytes_max: int) -> Mess
     headers = _headers(event, identifier)
     subject = subject_of(event.event_type)
     if event.body is not None and event.byte_length <= BODY_BYTES_MAX:
-        message = Message(subject, headers, event.body.encode())
+        message = Message(subject, headers, event.body)
         if message.byte_length <= message_bytes_max:
             return message
     return Message(subject, headers[:-2] + _REFERENCE, _reference(event))
@@ -163,7 +163,7 @@ def _reference(event: Event) -> bytes:
     digest = event.sha256
     if digest is None:
         assert event.body is not None
-        digest = hashlib.sha256(event.body.encode()).hexdigest()
+        digest = hashlib.sha256(event.body).hexdigest()
     return orjson.dumps(
         {
             "event_id": event.event_id,
@@ -190,6 +190,8 @@ def settled(page: Sequence[Key], done: Collection[int]) -> int:
 
 def fitting(page: Sequence[Key], sizes: Sequence[int], *, bytes_max: int) -> int:
     """How many keys at the front of a page may be taken at once: at least one, and all of those that share a place."""
+    if sum(sizes) <= bytes_max:
+        return len(page)
     total = count = 0
     while count < len(page):
         end = count + 1

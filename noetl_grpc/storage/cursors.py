@@ -28,7 +28,7 @@ async def gap_keys(conn: Connection, position: Position, *, limit: int) -> tuple
     rows = await conn.fetch(
         queries["gap_keys"], position.seen, position.target, position.at_xact, position.at_event, limit
     )
-    keys = [Key(*row) for row in rows]
+    keys = [*map(Key._make, rows)]
     return keys, position.behind(keys, limit=limit)
 
 
@@ -45,7 +45,7 @@ async def gap_keys_of_execution(
         limit,
         execution_id,
     )
-    keys = [Key(*row) for row in rows]
+    keys = [*map(Key._make, rows)]
     return keys, position.behind(keys, limit=limit)
 
 

@@ -193,7 +193,7 @@ async def history_keys(
         limit,
         history.since,
     )
-    keys = [Key(*row) for row in rows]
+    keys = [*map(Key._make, rows)]
     return keys, position.behind(keys, limit=limit)
 
 
@@ -270,9 +270,8 @@ async def event_bodies(conn: Connection, keys: Sequence[Key], *, inline_bytes_ma
         BODY_BYTES_MAX,
     )
     events: list[Event | None] = [None] * len(keys)
-    for place, *values in rows:
+    for place, event_type, tenant_id, organization_id, traceparent, byte_length, body, sha256 in rows:
         key = keys[place - 1]
-        event_type, tenant_id, organization_id, traceparent, byte_length, body, sha256 = values
         events[place - 1] = Event(
             key.execution_id,
             key.event_id,

@@ -146,7 +146,8 @@ WHERE r.xact_id > (SELECT e.xact_id FROM noetl.event AS e ORDER BY e.xact_id, e.
 
 -- name: event_bodies
 -- What is sent for these events, in their order: the row as JSON, rendered here because PostgreSQL can spell out
--- every value that it can hold. A body above $3 bytes is left out; one above $4 is described by its digest.
+-- every value that it can hold, and as bytes, so that nobody decodes it in order to encode it again. A body above $3
+-- bytes is left out; one above $4 is described by its digest.
 SELECT
     k.place,
     e.event_type,
@@ -155,7 +156,7 @@ SELECT
     e.traceparent,
     octet_length(e.body) AS byte_length,
     CASE WHEN octet_length(e.body) <= $3 THEN e.body END AS body,
-    CASE WHEN octet_length(e.body) > $4 THEN encode(sha256(convert_to(e.body, 'UTF8')), 'hex') END AS sha256
+    CASE WHEN octet_length(e.body) > $4 THEN encode(sha256(e.body), 'hex') END AS sha256
 FROM unnest($1::bigint[], $2::bigint[]) WITH ORDINALITY AS k(execution_id, event_id, place)
 -- OFFSET 0 keeps the rows looked up one by one, whatever the planner thinks of how many there are, and each body
 -- rendered once.
@@ -165,7 +166,7 @@ CROSS JOIN LATERAL (
         e.tenant_id,
         e.organization_id,
         coalesce(e.trace_component ->> 'traceparent', e.meta ->> 'traceparent') AS traceparent,
-        (SELECT row_to_json(b) FROM (SELECT
+        convert_to((SELECT row_to_json(b) FROM (SELECT
             e.execution_id,
             e.catalog_id,
             e.event_id,
@@ -210,7 +211,7 @@ CROSS JOIN LATERAL (
             e.command_id,
             e.stage_id,
             e.frame_id
-        ) AS b)::text AS body
+        ) AS b)::text, 'UTF8') AS body
     FROM noetl.event AS e
     WHERE e.execution_id = k.execution_id AND e.event_id = k.event_id
     OFFSET 0

@@ -25,7 +25,8 @@ MEBIBYTE = 1024 * 1024
 
 
 def event(body: str = "{}", event_type: str | None = "step.exit", traceparent: str | None = None) -> Event:
-    return Event(7, 8, event_type, "acme", "emea", traceparent, body, len(body.encode()))
+    encoded = body.encode()
+    return Event(7, 8, event_type, "acme", "emea", traceparent, encoded, len(encoded))
 
 
 def headers_of(encoded: bytes) -> dict[str, str]:
