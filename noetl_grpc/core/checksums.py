@@ -46,13 +46,13 @@ class Hashed:
     holds_float: bool
 
 
-def hash_state(state: Mapping[str, Any], *, holds_float: bool | None = None) -> Steps[Hashed]:
-    """The checksum over all of it. Who knows whether it may hold a float may say so."""
-    if holds_float is False:
-        floats = _NO_FLOATS
-    else:
+def hash_state(state: Mapping[str, Any], *, may_hold_float: bool = True) -> Steps[Hashed]:
+    """The checksum over all of it. Who knows that there is no float in it saves looking for one."""
+    floats: Mapping[str, bool] = _NO_FLOATS
+    holds_float = False
+    if may_hold_float:
         floats = yield from _floats_of(state)
-        holds_float = holds_float or any(floats.values()) or _rest_holds_float(state)
+        holds_float = any(floats.values()) or _rest_holds_float(state)
     if sum(map(len, map(state.__getitem__, SURFACES))) <= _ENTRIES_PER_PIECE:
         text = canonical_json(state, holds_float=holds_float)
     else:

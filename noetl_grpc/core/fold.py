@@ -105,20 +105,11 @@ class Fold:
         kept: JsonObject = {} if base is None else {**base}
         for key in CHECKSUM_KEYS:
             kept.pop(key, None)
-        if not takes_base:
-            kept = copy_json(kept)
         #: what is hashed; read it, never change it
-        self.state: JsonObject = {
-            "event_count": 0,
-            "last_event_id": None,
-            "last_event_type": None,
-            "execution": {"status": UNKNOWN, "last_node_name": None, "payload_refs": []},
-            "stages": {},
-            "frames": {},
-            "commands": {},
-            "business_objects": {},
-            "loops": {},
-            **kept,
+        self.state: JsonObject = kept if takes_base else copy_json(kept)
+        if not kept.keys() >= _INITIAL_KEYS:
+            self.state = _initial() | self.state
+        self.state |= {
             "tenant_id": identity.tenant_id,
             "organization_id": identity.organization_id,
             "execution_id": identity.execution_id,
@@ -325,6 +316,19 @@ def fold(
     folded = Fold(identity, rules, base)
     folded.apply(in_order(FoldEvent.of(event) for event in events))
     return folded
+
+
+def _initial() -> JsonObject:
+    return {
+        "event_count": 0,
+        "last_event_id": None,
+        "last_event_type": None,
+        "execution": {"status": UNKNOWN, "last_node_name": None, "payload_refs": []},
+        **{surface: {} for surface in SURFACES},
+    }
+
+
+_INITIAL_KEYS = _initial().keys()
 
 
 def _text(value: Json) -> str | None:

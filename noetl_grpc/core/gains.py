@@ -19,9 +19,11 @@ def gains_since(state: Mapping[str, Any], version: int) -> JsonObject:
     gains: JsonObject = {name: state[name] for name in _COUNTERS}
     gains["execution"] = {**execution, "payload_refs": _refs_since(execution["payload_refs"], version)}
     for surface in SURFACES:
-        touched = {key: entry for key, entry in state[surface].items() if entry["last_event_id"] > version}
-        if touched:
-            gains[surface] = touched
+        entries = state[surface]
+        if entries:
+            touched = {key: entry for key, entry in entries.items() if entry["last_event_id"] > version}
+            if touched:
+                gains[surface] = touched
     return gains
 
 

@@ -6,7 +6,8 @@ kept beside the state where they differ. It also makes integers of very large fl
 is kept as it was hashed. A seed is used only if it proves to be what we would have folded ourselves.
 
 A row holds one state whole, its document, and a later state as what it has gained since: a few new events then cost a
-few entries instead of the whole state. Whoever knows the document alone reads an older state that is right as well.
+few entries, written and hashed, instead of the whole state. The document is proven by its checksum and the gains by the
+seal, so together they prove the later state. Who knows the document alone reads an older state that is right as well.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ class Snapshot:
     #: Highest event id folded.
     version: int
     event_count: int
-    checksum: str
+    #: Over all of the state; None where it is kept beside a document and nobody has asked yet, see `checksum_of`.
+    checksum: str | None
     #: The database snapshot it was folded from; None where the log has no xact_id.
     log_snapshot: str | None
     rules: str
@@ -102,10 +104,14 @@ class Folded:
     """A snapshot to be stored."""
 
     snapshot: Snapshot
-    #: What was hashed.
+    #: The state, or what it has gained since the document that it is kept beside.
     text: bytes
-    #: What it has gained since its document, where that is another one.
-    gains: bytes | None
+    is_whole: bool
+
+    @property
+    def text_bytes(self) -> int:
+        """About what the state weighs."""
+        return len(self.text) + (0 if self.is_whole else self.snapshot.document.text_bytes)
 
 
 def aggregate_id(execution_id: int) -> str:
@@ -114,44 +120,65 @@ def aggregate_id(execution_id: int) -> str:
 
 
 def folded_of(fold: Fold, *, log_snapshot: str | None, since: Snapshot | None = None) -> Steps[Folded]:
-    """What a finished fold leaves to be stored; `since` is what it went on from."""
-    state = fold.state
-    holds_float = document = gains = None
+    """What a finished fold leaves to be stored: as little of it as `since`, which it went on from, allows."""
+    may_hold_float = True
     if since is not None:
-        gained = gains_since(state, since.document.version)
-        # Of document and state together, as both are proven by it.
-        holds_float = since.holds_float or contains_float(gained)
-        gains = canonical_json(gained, holds_float=holds_float)
+        gained = gains_since(fold.state, since.document.version)
+        may_hold_float = since.holds_float or contains_float(gained)
+        gains = canonical_json(gained, holds_float=may_hold_float)
         document = since.document.beside(len(gains))
-    hashed = yield from hash_state(state, holds_float=holds_float)
-    version = state["last_event_id"] or 0
-    snapshot = Snapshot(
+        if document is not None:
+            return Folded(
+                _snapshot_of(fold, log_snapshot, None, may_hold_float, document), gains, is_whole=False
+            )
+    hashed = yield from hash_state(fold.state, may_hold_float=may_hold_float)
+    document = _document_of(fold.state, hashed)
+    snapshot = _snapshot_of(fold, log_snapshot, hashed.checksum, hashed.holds_float, document)
+    return Folded(snapshot, hashed.text, is_whole=True)
+
+
+def _snapshot_of(
+    fold: Fold, log_snapshot: str | None, checksum: str | None, holds_float: bool, document: Document
+) -> Snapshot:
+    state = fold.state
+    return Snapshot(
         execution_id=state["execution_id"],
-        version=version,
+        version=_version_of(state),
         event_count=state["event_count"],
-        checksum=hashed.checksum,
+        checksum=checksum,
         log_snapshot=log_snapshot,
         rules=RULES.value.name,
         registry_digest=state["upcaster_registry_digest"],
         state=state,
-        holds_float=hashed.holds_float,
+        holds_float=holds_float,
         warnings=fold.noted_warnings,
         warnings_left_out=fold.warnings_left_out,
-        document=document or _document_of(version, hashed),
+        document=document,
     )
-    return Folded(snapshot, hashed.text, gains if document else None)
 
 
-def whole(folded: Folded) -> Folded:
-    """The same with the state as its document, where the one it was to be kept beside is gone."""
-    snapshot, text = folded.snapshot, folded.text
-    document = _document_of(snapshot.version, Hashed(snapshot.checksum, text, snapshot.holds_float))
-    return Folded(replace(snapshot, document=document), text, None)
-
-
-def _document_of(version: int, hashed: Hashed) -> Document:
+def _document_of(state: JsonObject, hashed: Hashed) -> Document:
     keeps_text = hashed.holds_float and _has_odd_number(hashed.text)
-    return Document(version, hashed.checksum, 0 if keeps_text else len(hashed.text))
+    return Document(_version_of(state), hashed.checksum, 0 if keeps_text else len(hashed.text))
+
+
+def _version_of(state: JsonObject) -> int:
+    return state["last_event_id"] or 0
+
+
+def whole(folded: Folded) -> Steps[Folded]:
+    """The same with the state as its document, where the one that it was to be kept beside is gone."""
+    snapshot = folded.snapshot
+    hashed = yield from hash_state(snapshot.state, may_hold_float=snapshot.holds_float)
+    document = _document_of(snapshot.state, hashed)
+    return Folded(replace(snapshot, checksum=hashed.checksum, document=document), hashed.text, is_whole=True)
+
+
+def checksum_of(snapshot: Snapshot) -> Steps[str]:
+    """Over all of the state."""
+    if snapshot.checksum is not None:
+        return snapshot.checksum
+    return (yield from hash_state(snapshot.state, may_hold_float=snapshot.holds_float)).checksum
 
 
 def write(folded: Folded) -> SnapshotRow:
@@ -162,18 +189,17 @@ def write(folded: Folded) -> SnapshotRow:
         "projector": "noetl_grpc",
         "fold_version": FOLD_VERSION,
         "rules": snapshot.rules,
-        "upcaster_registry_digest": snapshot.registry_digest,
         "event_count": snapshot.event_count,
         "log_snapshot": snapshot.log_snapshot,
         "holds_float": snapshot.holds_float,
     }
     snapshot_json = None
-    if folded.gains:
-        meta["version"], meta["checksum"] = snapshot.version, snapshot.checksum
-        meta["gains"], meta["beside_bytes"] = folded.gains.decode(), document.beside_bytes
-    else:
+    if folded.is_whole:
         state_json, end = folded.text[:-1].decode(), f'"checksum_algorithm":"{ALGORITHM}"}}'
-        snapshot_json = f'{state_json},"checksum":"{snapshot.checksum}",{end}'
+        snapshot_json = f'{state_json},"checksum":"{document.checksum}",{end}'
+    else:
+        meta["version"], meta["gains"] = snapshot.version, folded.text.decode()
+        meta["beside_bytes"] = document.beside_bytes
     keeps_text = not document.text_bytes
     if keeps_text:
         meta["text"] = folded.text.decode()
@@ -206,29 +232,26 @@ def read(row: SnapshotRow) -> Snapshot | SeedOutcome:
         return SeedOutcome.FOLD_VERSION
     if meta.pop("sha256", None) != _seal(row.checksum, canonical_json(meta, holds_float=False)):
         return SeedOutcome.TAMPERED
-    # What the seal covers is as we wrote it; document and state prove themselves by their checksums.
+    # What the seal covers is as we wrote it; the document proves itself by its checksum.
     try:
         state = _document_state(stored, meta)
-        if not _is_proven(state, meta, row.version, row.checksum) or stored.get("checksum") != row.checksum:
+        text = canonical_json(state, holds_float=meta["holds_float"])
+        if not sha256_hex(text) == stored["checksum"] == row.checksum or _version_of(state) != row.version:
             return SeedOutcome.TAMPERED
-        version, checksum = row.version, row.checksum
         if "gains" in meta:
-            version, checksum = meta["version"], meta["checksum"]
             state = _later_state(state, meta)
-            if not _is_proven(state, meta, version, checksum):
-                return SeedOutcome.TAMPERED
-        if state["execution_id"] != row.execution_id:
+        if (state["execution_id"], state["event_count"]) != (row.execution_id, meta["event_count"]):
             return SeedOutcome.TAMPERED
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
         return SeedOutcome.TAMPERED
     return Snapshot(
         execution_id=row.execution_id,
-        version=version,
+        version=_version_of(state),
         event_count=meta["event_count"],
-        checksum=checksum,
+        checksum=None if "gains" in meta else row.checksum,
         log_snapshot=meta["log_snapshot"],
         rules=meta["rules"],
-        registry_digest=meta["upcaster_registry_digest"],
+        registry_digest=state["upcaster_registry_digest"],
         state=state,
         holds_float=meta["holds_float"],
         warnings=[FoldWarning(*item) for item in meta.get("warnings", ())],
@@ -240,11 +263,6 @@ def read(row: SnapshotRow) -> Snapshot | SeedOutcome:
             meta.get("beside_bytes", 0),
         ),
     )
-
-
-def _is_proven(state: JsonObject, meta: JsonObject, version: int, checksum: str) -> bool:
-    text = canonical_json(state, holds_float=meta["holds_float"])
-    return sha256_hex(text) == checksum and state["last_event_id"] == version
 
 
 def _document_state(stored: JsonObject, meta: JsonObject) -> JsonObject:

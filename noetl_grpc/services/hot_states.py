@@ -27,13 +27,13 @@ class HotStates:
     def __init__(self, *, text_bytes_max: int = TEXT_BYTES_MAX) -> None:
         self._text_bytes_max = text_bytes_max
         self._text_bytes = 0
-        self._states: dict[tuple[Tenant, int], HotState] = {}
+        self._states: dict[tuple[str, str, int], HotState] = {}
 
     def take(self, tenant: Tenant, execution_ids: Iterable[int]) -> dict[int, HotState]:
         """Those that are there; nobody else gets them until they are put back."""
         taken: dict[int, HotState] = {}
         for execution_id in execution_ids:
-            state = self._states.pop((tenant, execution_id), None)
+            state = self._states.pop(_key(tenant, execution_id), None)
             if state is not None:
                 self._text_bytes -= state.text_bytes
                 taken[execution_id] = state
@@ -41,14 +41,18 @@ class HotStates:
 
     def peek(self, tenant: Tenant, execution_id: int) -> HotState | None:
         """One as it is now; it may be taken and changed as soon as somebody else runs."""
-        return self._states.get((tenant, execution_id))
+        return self._states.get(_key(tenant, execution_id))
 
     def put(self, tenant: Tenant, state: HotState) -> None:
         """Keep it, at the cost of those that were used least recently."""
-        key = tenant, state.snapshot.execution_id
+        key = _key(tenant, state.snapshot.execution_id)
         before = self._states.pop(key, None)
         self._text_bytes += state.text_bytes - (before.text_bytes if before else 0)
         self._states[key] = state
         while self._text_bytes > self._text_bytes_max:
             oldest = next(iter(self._states))
             self._text_bytes -= self._states.pop(oldest).text_bytes
+
+
+def _key(tenant: Tenant, execution_id: int) -> tuple[str, str, int]:
+    return tenant.tenant_id, tenant.organization_id, execution_id

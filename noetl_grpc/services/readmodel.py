@@ -185,11 +185,12 @@ class ReadModel:
             news = [folding for folding in foldings.values() if folding.is_news]
             drafts = await in_steps(_drafts(news, log_snapshot=log_snapshot))
         places, covered = await self._save(pool, tenant, drafts)
-        self._keep_hot(tenant, foldings, found, drafts, places)
         weight = max(
-            sum(one.text_bytes for one in found.values()), sum(len(draft.folded.text) for draft in drafts)
+            sum(one.text_bytes for one in found.values()), sum(draft.folded.text_bytes for draft in drafts)
         )
-        return self._outcomes(foldings, places, covered), weight
+        with collector_held():
+            self._keep_hot(tenant, foldings, found, drafts, places)
+            return self._outcomes(foldings, places, covered), weight
 
     async def _find(self, conn: Connection, tenant: Tenant, ids: Sequence[int]) -> dict[int, _Found]:
         """The stored snapshots. One that this process stored itself, and nobody has touched since, is at hand."""
@@ -220,7 +221,7 @@ class ReadModel:
             left = [draft for draft in drafts if draft.row.execution_id not in places]
             if left:
                 # Overtaken, or the document that a state was to be kept beside is another one by now.
-                whole = [snapshots.write(snapshots.whole(draft.folded)) for draft in left]
+                whole = [snapshots.write(await in_steps(snapshots.whole(draft.folded))) for draft in left]
                 places |= await projections.save_snapshots(conn, tenant, whole)
                 overtaken = [row.execution_id for row in whole if row.execution_id not in places]
                 covered = await projections.covered_versions(conn, tenant, overtaken)
@@ -241,7 +242,7 @@ class ReadModel:
         for draft in drafts:
             if draft.row.execution_id in places:
                 place = places[draft.row.execution_id]
-                self._hot.put(tenant, HotState(place, draft.folded.snapshot, len(draft.folded.text)))
+                self._hot.put(tenant, HotState(place, draft.folded.snapshot, draft.folded.text_bytes))
 
     def _outcomes(
         self,
@@ -338,9 +339,17 @@ class ReadModel:
             fold = foldings[execution_id].fold
             folded = await in_steps(snapshots.folded_of(fold, log_snapshot=log_snapshot))
         snapshot, seed_outcome = self._seeds.prove(stored) if stored else (None, SeedOutcome.ABSENT)
-        outcome = _compare(snapshot if seed_outcome is SeedOutcome.USED else None, folded.snapshot)
+        stored_checksum = await in_steps(_checksum_of(stored, snapshot))
+        log_checksum = await in_steps(snapshots.checksum_of(folded.snapshot))
         if stored is None:
             outcome = Check.MISSING
+        elif snapshot is None or seed_outcome is not SeedOutcome.USED:
+            outcome = Check.DIFFERENT
+        elif stored_checksum == log_checksum:
+            outcome = Check.SAME
+        else:
+            is_behind = snapshot.event_count < folded.snapshot.event_count
+            outcome = Check.STALE if is_behind else Check.DIFFERENT
         repaired = False
         if repair and outcome is not Check.SAME and fold.state["event_count"]:
             mended = snapshots.write(folded)
@@ -354,8 +363,8 @@ class ReadModel:
         return Verified(
             execution_id=execution_id,
             outcome=outcome,
-            stored_checksum=_checksum_of(stored, snapshot),
-            log_checksum=folded.snapshot.checksum,
+            stored_checksum=stored_checksum,
+            log_checksum=log_checksum,
             repaired=repaired,
         )
 
@@ -371,29 +380,38 @@ class ReadModel:
         """Fold each execution up to what the transaction sees, going on from its snapshot where that may be."""
         usable = [one.snapshot for one in found.values() if one.snapshot and one.outcome is SeedOutcome.USED]
         late = await projections.executions_with_stragglers(conn, tenant, usable, has_xact_id=has_xact_id)
-        seeds = {snapshot.execution_id: snapshot for snapshot in usable if snapshot.execution_id not in late}
-        foldings: dict[int, _Folding] = {}
-        for execution_id in ids:
-            seed = seeds.get(execution_id)
-            outcome = found[execution_id].outcome if execution_id in found else SeedOutcome.ABSENT
-            if execution_id in late:
-                outcome = SeedOutcome.STRAGGLER
-            fold = Fold(
-                Identity(
-                    execution_id=execution_id,
-                    tenant_id=tenant.tenant_id,
-                    organization_id=tenant.organization_id,
-                    upcaster_registry_digest=self._registry.digest,
-                ),
-                RULES,
-                seed.state if seed else None,
-                takes_base=True,
-            )
-            if seed:
-                fold.recall_warnings(seed.warnings, seed.warnings_left_out)
-            foldings[execution_id] = _Folding(fold, seed, outcome)
+        with collector_held():
+            foldings = {
+                execution_id: self._begin(
+                    tenant, execution_id, found.get(execution_id), has_straggler=execution_id in late
+                )
+                for execution_id in ids
+            }
         await self._go_on(conn, tenant, foldings)
         return foldings
+
+    def _begin(
+        self, tenant: Tenant, execution_id: int, found: _Found | None, *, has_straggler: bool
+    ) -> _Folding:
+        """A fold that goes on from what was found, or starts anew."""
+        outcome = found.outcome if found else SeedOutcome.ABSENT
+        if has_straggler:
+            outcome = SeedOutcome.STRAGGLER
+        seed = found.snapshot if found and outcome is SeedOutcome.USED else None
+        fold = Fold(
+            Identity(
+                execution_id=execution_id,
+                tenant_id=tenant.tenant_id,
+                organization_id=tenant.organization_id,
+                upcaster_registry_digest=self._registry.digest,
+            ),
+            RULES,
+            seed.state if seed else None,
+            takes_base=True,
+        )
+        if seed:
+            fold.recall_warnings(seed.warnings, seed.warnings_left_out)
+        return _Folding(fold, seed, outcome)
 
     async def _go_on(self, conn: Connection, tenant: Tenant, foldings: Mapping[int, _Folding]) -> None:
         behind = {item: folding.seed.version if folding.seed else START for item, folding in foldings.items()}
@@ -411,20 +429,11 @@ class ReadModel:
             await asyncio.sleep(0)
 
 
-def _checksum_of(stored: StoredRow | None, snapshot: Snapshot | None) -> str:
+def _checksum_of(stored: StoredRow | None, snapshot: Snapshot | None) -> Steps[str]:
     """Of the state that is stored; where that does not prove itself, what its row says."""
     if snapshot is not None:
-        return snapshot.checksum
+        return (yield from snapshots.checksum_of(snapshot))
     return stored.row.checksum if stored else ""
-
-
-def _compare(stored: Snapshot | None, folded: Snapshot) -> Check:
-    """What a stored snapshot is beside a fold of the whole log; None is one that does not prove itself."""
-    if stored is None:
-        return Check.DIFFERENT
-    if stored.checksum == folded.checksum:
-        return Check.SAME
-    return Check.STALE if stored.event_count < folded.event_count else Check.DIFFERENT
 
 
 def _drafts(foldings: Iterable[_Folding], *, log_snapshot: str | None) -> Steps[list[_Draft]]:

@@ -76,20 +76,21 @@ class ReplayServicer(rpc.ReplayServiceServicer):
                 seed = None
                 if may_use_seed and rules is RULES and not request.limit:
                     seed = await self._seeds.find(conn, scope, cutoff)
-                fold = self._new_fold(scope, rules, projection, base=seed)
+                base = seed.snapshot if seed else None
+                fold = self._new_fold(scope, rules, projection, base=base)
                 reached = await fold_log(
                     conn,
                     fold,
                     scope,
                     cutoff,
                     self._registry,
-                    after_event_id=seed.version if seed else START,
+                    after_event_id=seed.snapshot.version if seed else START,
                     limit=request.limit,
                 )
             checksums = await in_steps(checksums_of(fold.state, keep_text=request.include_canonical_json))
             state = await in_steps(state_to_pb(fold.state, fold.rules, checksums, fold.warnings))
         if seed is not None:
-            state.seed.version, state.seed.checksum = seed.version, seed.checksum
+            state.seed.version, state.seed.checksum = seed.snapshot.version, seed.checksum
         if not reached.complete:
             state.complete = False
             state.next_after_event_id = reached.last_event_id

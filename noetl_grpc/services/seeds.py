@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from noetl_grpc.core import snapshots
 from noetl_grpc.core.access import Tenant
@@ -15,7 +15,15 @@ from noetl_grpc.services.hot_states import HotStates
 from noetl_grpc.storage import cursors, projections
 from noetl_grpc.storage.pool import Connection
 from noetl_grpc.storage.projections import StoredRow
-from noetl_grpc.storage.replay import collector_held
+from noetl_grpc.storage.replay import collector_held, in_steps
+
+
+@dataclass(frozen=True, slots=True)
+class Seed:
+    """A snapshot from which a fold may go on, which changes its state; and what that state's checksum was."""
+
+    snapshot: Snapshot
+    checksum: str
 
 
 class Seeds:
@@ -35,11 +43,13 @@ class Seeds:
             return None, snapshot
         return snapshot, snapshots.usability(snapshot, registry_digest=self._registry.digest, rules=RULES)
 
-    async def find(self, conn: Connection, scope: Scope, cutoff: Cutoff) -> Snapshot | None:
+    async def find(self, conn: Connection, scope: Scope, cutoff: Cutoff) -> Seed | None:
         """A snapshot from which a fold up to the cutoff may go on; counted, whatever becomes of it."""
         snapshot, outcome = await self._look(conn, scope, cutoff)
         self._metrics.replay_seed.labels(outcome.value).inc()
-        return snapshot if outcome is SeedOutcome.USED else None
+        if snapshot is None or outcome is not SeedOutcome.USED:
+            return None
+        return Seed(snapshot, await in_steps(snapshots.checksum_of(snapshot)))
 
     async def _look(
         self, conn: Connection, scope: Scope, cutoff: Cutoff
