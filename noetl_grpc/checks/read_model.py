@@ -1,4 +1,5 @@
-"""Eight callers advance the same executions while sixteen writers add events, some committing late with lower ids."""
+"""Eight callers of two servers advance the same executions while sixteen writers add events, some committing late with
+lower ids."""
 
 from __future__ import annotations
 
@@ -26,6 +27,15 @@ ADVANCERS = 8
 WRITERS = 16
 WAITERS = 32
 SECONDS_MAX = 600
+#: Events with an entry each that are there from the start: states are large enough to be kept beside a document.
+PAST_EVENTS = 300
+
+PAST = """
+INSERT INTO noetl.event (execution_id, event_id, catalog_id, event_type, node_name, status, meta)
+SELECT execution_id, event_id, $2, 'command.completed', 'step', 'COMPLETED',
+    jsonb_build_object('command_id', 'past-' || event_id)
+FROM unnest($1::bigint[]) AS execution_id, generate_series(1, $3::integer) AS event_id
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +55,7 @@ class _Run:
     """What the parts of a run tell each other."""
 
     url: str
-    stub: rpc.ProjectionServiceStub
+    stubs: Sequence[rpc.ProjectionServiceStub]
     metadata: tuple[tuple[str, str], ...]
     executions: Sequence[int]
     verdict: Verdict
@@ -54,6 +64,13 @@ class _Run:
     rebuilt: int = 0
     waits: int = 0
     written: int = 0
+    #: How often the table held a state beside a document.
+    beside: int = 0
+
+    @property
+    def stub(self) -> rpc.ProjectionServiceStub:
+        """Any of the servers."""
+        return self.stubs[0]
 
 
 async def run(*, size: Size, seed: int, progress: Progress) -> Verdict:
@@ -68,22 +85,29 @@ async def run(*, size: Size, seed: int, progress: Progress) -> Verdict:
             CATALOG_ID,
         )
         async with (
-            server_process(url, token=TOKEN) as server,
-            grpc.aio.insecure_channel(server.line) as channel,
+            server_process(url, token=TOKEN) as one,
+            server_process(url, token=TOKEN) as other,
+            grpc.aio.insecure_channel(one.line) as to_one,
+            grpc.aio.insecure_channel(other.line) as to_other,
         ):
             part = _Run(
                 url=url,
-                stub=rpc.ProjectionServiceStub(channel),
+                stubs=[rpc.ProjectionServiceStub(channel) for channel in (to_one, to_other)],
                 metadata=(("authorization", f"Bearer {TOKEN}"),),
                 executions=[EXECUTION_ID + number for number in range(scale.executions)],
                 verdict=verdict,
                 draw=random.Random(seed),
             )
+            await conn.execute(PAST, part.executions, CATALOG_ID, PAST_EVENTS)
             await _provoke(part, scale, progress)
             await _judge(part)
         await conn.close()
     verdict.figures.update(
-        events=part.written, advances=part.advances, rebuilt=part.rebuilt, answered_waits=part.waits
+        events=part.written,
+        advances=part.advances,
+        rebuilt=part.rebuilt,
+        seen_beside_a_document=part.beside,
+        answered_waits=part.waits,
     )
     return verdict
 
@@ -91,8 +115,8 @@ async def run(*, size: Size, seed: int, progress: Progress) -> Verdict:
 async def _provoke(run: _Run, scale: _Scale, progress: Progress) -> None:
     done = asyncio.Event()
     async with asyncio.TaskGroup() as group:
-        for _ in range(ADVANCERS):
-            group.create_task(_advance(run, done))
+        for number in range(ADVANCERS):
+            group.create_task(_advance(run, run.stubs[number % len(run.stubs)], done))
         group.create_task(_watch(run, done))
         writers = [group.create_task(_write(run, number, scale)) for number in range(WRITERS)]
         for finished, writer in enumerate(writers):
@@ -106,7 +130,7 @@ async def _write(run: _Run, number: int, scale: _Scale) -> None:
     conn = await asyncpg.connect(run.url)
     try:
         for round_number in range(scale.rounds):
-            event_id = 1 + number + WRITERS * round_number
+            event_id = PAST_EVENTS + 1 + number + WRITERS * round_number
             mine = run.draw.sample(run.executions, run.draw.randint(1, len(run.executions)))
             transaction = conn.transaction()
             await transaction.start()
@@ -147,9 +171,9 @@ async def _await_inclusion(run: _Run, conn: asyncpg.Connection, execution_id: in
     run.verdict.require(is_there, f"event {event_id} of {execution_id} was said to be included and is not")
 
 
-async def _advance(run: _Run, done: asyncio.Event) -> None:
+async def _advance(run: _Run, stub: rpc.ProjectionServiceStub, done: asyncio.Event) -> None:
     while not done.is_set():
-        answer = await run.stub.AdvanceProjections(
+        answer = await stub.AdvanceProjections(
             pb.AdvanceProjectionsRequest(execution_ids=run.executions), metadata=run.metadata, timeout=60
         )
         run.advances += 1
@@ -159,20 +183,21 @@ async def _advance(run: _Run, done: asyncio.Event) -> None:
 
 
 async def _watch(run: _Run, done: asyncio.Event) -> None:
-    highest: dict[str, tuple[int, int]] = {}
+    highest: dict[str, tuple[int, int, int]] = {}
     conn = await asyncpg.connect(run.url)
     try:
         while not done.is_set():
-            for key, version, events in await conn.fetch(
-                "SELECT aggregate_id, COALESCE((meta ->> 'version')::bigint, version),"
+            for key, document, version, events in await conn.fetch(
+                "SELECT aggregate_id, version, COALESCE((meta ->> 'version')::bigint, version),"
                 " (meta ->> 'event_count')::int FROM noetl.projection_snapshot"
             ):
-                before = highest.get(key, (0, 0))
+                before, now = highest.get(key, (0, 0, 0)), (document, version, events)
                 run.verdict.require(
-                    version >= before[0] and events >= before[1],
-                    f"{key} went from {before} to {version}, {events}",
+                    all(is_now >= was for is_now, was in zip(now, before, strict=True)),
+                    f"{key} went from {before} to {now}: document, version, events",
                 )
-                highest[key] = (version, events)
+                highest[key] = now
+                run.beside += document < version
     finally:
         await conn.close()
 
