@@ -29,7 +29,7 @@ NEW_EVENTS_EACH = 5
 
 async def run(options: Options) -> list[Case]:
     """Cold: no snapshot. Warm: five new events behind each snapshot, against the cold advance and against the fetch."""
-    executions, rounds = (50, 2) if options.quick else (1000, 5)
+    executions, rounds = (50, 2) if options.quick else (1000, 9)
     async with AsyncExitStack() as stack:
         url = options.database_url
         if not url:
@@ -58,20 +58,21 @@ async def run(options: Options) -> list[Case]:
 
         async def fetch() -> None:
             async with conn.transaction(isolation="repeatable_read", readonly=True):
-                await conn.fetch(queries["events_to_fold"], "default", "default", ids, [0] * executions)
+                nothing = [0] * executions
+                await conn.fetch(queries["events_to_fold"], "default", "default", ids, nothing, 2**31)
 
         cold: list[tuple[float, float]] = []
         warm: list[tuple[float, float]] = []
         warm_to_fetch: list[tuple[float, float]] = []
-        written = EVENTS_EACH
         for number in range(-1, rounds):
             options.progress("rounds", max(number, 0), rounds)
             await conn.execute("DELETE FROM noetl.projection_snapshot")
             cold_rate = executions / await _seconds(advance)
             fetch_rate = executions / await _seconds(fetch)
-            await _write(conn, ids, written + 1, NEW_EVENTS_EACH)
-            written += NEW_EVENTS_EACH
+            await _write(conn, ids, EVENTS_EACH + 1, NEW_EVENTS_EACH)
             warm_rate = executions / await _seconds(advance)
+            # Every round begins with the same log.
+            await conn.execute("DELETE FROM noetl.event WHERE event_id > $1", EVENTS_EACH)
             if number >= 0:  # the first round warms everything up
                 cold.append((cold_rate, fetch_rate))
                 warm.append((warm_rate, cold_rate))

@@ -179,8 +179,7 @@ class ReadModel:
     ) -> tuple[list[Advanced | NotAdvanced], int]:
         async with self._folding:
             async with pool.transaction(isolation="repeatable_read", readonly=True) as conn:
-                log_snapshot = await projections.log_snapshot(conn)
-                found = await self._find(conn, tenant, ids)
+                log_snapshot, found = await self._find(conn, tenant, ids)
                 foldings = await self._fold(conn, tenant, ids, found, has_xact_id=log_snapshot is not None)
             news = [folding for folding in foldings.values() if folding.is_news]
             drafts = await in_steps(_drafts(news, log_snapshot=log_snapshot))
@@ -192,10 +191,15 @@ class ReadModel:
             self._keep_hot(tenant, foldings, found, drafts, places)
             return self._outcomes(foldings, places, covered), weight
 
-    async def _find(self, conn: Connection, tenant: Tenant, ids: Sequence[int]) -> dict[int, _Found]:
-        """The stored snapshots. One that this process stored itself, and nobody has touched since, is at hand."""
+    async def _find(
+        self, conn: Connection, tenant: Tenant, ids: Sequence[int]
+    ) -> tuple[str | None, dict[int, _Found]]:
+        """What the transaction sees of the log, and the stored snapshots.
+
+        One that this process stored itself, and nobody has touched since, is at hand.
+        """
         hot = self._hot.take(tenant, ids)
-        places = await projections.read_places(conn, tenant, list(hot)) if hot else {}
+        log_snapshot, places = await projections.read_places(conn, tenant, list(hot))
         found = {
             execution_id: _Found(state.snapshot, SeedOutcome.USED, state.text_bytes, state)
             for execution_id, state in hot.items()
@@ -207,7 +211,7 @@ class ReadModel:
                 found[execution_id] = _Found(
                     *self._seeds.prove(stored), text_bytes=len(stored.row.snapshot_json or "")
                 )
-        return found
+        return log_snapshot, found
 
     async def _save(
         self, pool: Pool, tenant: Tenant, drafts: Sequence[_Draft]
@@ -331,7 +335,7 @@ class ReadModel:
         pool = self._shards.pool_for(execution_id)
         async with self._folding:
             async with pool.transaction(isolation="repeatable_read", readonly=True) as conn:
-                log_snapshot = await projections.log_snapshot(conn)
+                log_snapshot, _ = await projections.read_places(conn, tenant, [])
                 stored = (await projections.read_snapshots(conn, tenant, [execution_id])).get(execution_id)
                 foldings = await self._fold(
                     conn, tenant, [execution_id], {}, has_xact_id=log_snapshot is not None

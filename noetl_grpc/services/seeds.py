@@ -81,7 +81,7 @@ class Seeds:
         """A copy of what this process stored, if the row still is the one it wrote."""
         if self.hot.peek(tenant, execution_id) is None:
             return None
-        places = await projections.read_places(conn, tenant, [execution_id])
+        _, places = await projections.read_places(conn, tenant, [execution_id])
         # Looked up once more, and copied without a pause: an advance may have taken it meanwhile.
         hot = self.hot.peek(tenant, execution_id)
         if hot is None or hot.place != places.get(execution_id):

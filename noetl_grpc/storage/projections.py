@@ -38,12 +38,6 @@ class Coverage:
     event_count: int
 
 
-async def log_snapshot(conn: Connection) -> str | None:
-    """What the running transaction sees; None where the log can't tell later what that was."""
-    snapshot: str | None = await conn.fetchval(queries["current_log_snapshot"])
-    return snapshot
-
-
 async def read_snapshots(
     conn: Connection, tenant: Tenant, execution_ids: Sequence[int]
 ) -> dict[int, StoredRow]:
@@ -65,11 +59,15 @@ async def read_snapshots(
     }
 
 
-async def read_places(conn: Connection, tenant: Tenant, execution_ids: Sequence[int]) -> dict[int, str]:
-    """Which version of its row each stored snapshot is."""
+async def read_places(
+    conn: Connection, tenant: Tenant, execution_ids: Sequence[int]
+) -> tuple[str | None, dict[int, str]]:
+    """What the transaction sees of the log, if the log can tell that later, and which version of its row each is."""
     by_key = _by_key(execution_ids)
-    rows = await conn.fetch(queries["read_places"], tenant.tenant_id, tenant.organization_id, [*by_key])
-    return {by_key[key]: place for key, place in rows}
+    log_snapshot, places = await conn.fetchrow(
+        queries["read_places"], tenant.tenant_id, tenant.organization_id, [*by_key]
+    )
+    return log_snapshot, {by_key[key]: place for key, place in places}
 
 
 async def save_snapshots(conn: Connection, tenant: Tenant, rows: Iterable[SnapshotRow]) -> dict[int, str]:
@@ -181,17 +179,23 @@ async def events_to_fold(
     conn: Connection, tenant: Tenant, behind: Mapping[int, int], *, page_size: int
 ) -> AsyncIterator[list[Any]]:
     """Pages of rows: the execution, then the columns in the fold's order. Needs a transaction."""
-    cursor = await conn.cursor(
-        queries["events_to_fold"],
-        tenant.tenant_id,
-        tenant.organization_id,
-        list(behind),
-        list(behind.values()),
-    )
-    while page := await cursor.fetch(page_size):
-        yield page
+    left = dict(behind)
+    while left:
+        page = await conn.fetch(
+            queries["events_to_fold"],
+            tenant.tenant_id,
+            tenant.organization_id,
+            [*left],
+            [*left.values()],
+            page_size,
+        )
+        if page:
+            yield page
         if len(page) < page_size:
             return
+        last_execution, last_event = page[-1][:2]
+        ids = [*left]
+        left = {item: left[item] for item in ids[ids.index(last_execution) :]} | {last_execution: last_event}
 
 
 async def included_events(

@@ -18,6 +18,7 @@ from noetl_grpc.core.snapshots import SeedOutcome
 from noetl_grpc.core.upcast import Registry
 from noetl_grpc.errors import NotFound, Unavailable
 from noetl_grpc.metrics import Metrics
+from noetl_grpc.services import readmodel
 from noetl_grpc.services.readmodel import ReadModel
 from noetl_grpc.services.seeds import Seeds
 from noetl_grpc.services.waiters import Waiters
@@ -112,6 +113,22 @@ async def test_new_events_go_on_from_the_snapshot_and_equal_a_whole_fold(
     assert await _advance(model) == Advanced(EXECUTION_ID, version=60, events=60, changed=True, rebuilt=False)
     stored, log = await _checksums(model)
     assert stored == log
+
+
+async def test_many_executions_are_read_page_by_page_and_each_is_folded_whole(
+    model: ReadModel, conn: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readmodel, "PAGE_ROWS", 7)
+    sizes = {EXECUTION_ID + number: size for number, size in enumerate((3, 7, 1, 30, 4, 14))}
+    for execution_id, size in sizes.items():
+        await insert(conn, range(1, 1 + size), execution_id=execution_id)
+
+    outcomes = await model.advance(DEFAULT, [*reversed(sizes)])
+
+    assert {
+        outcome.execution_id: outcome.events for outcome in outcomes if isinstance(outcome, Advanced)
+    } == sizes
+    assert {item.outcome for item in await model.verify(DEFAULT, [*sizes], repair=False)} == {Check.SAME}
 
 
 async def test_a_straggler_of_any_age_is_noticed(

@@ -16,13 +16,27 @@ WHERE tenant_id = $1
     AND aggregate_id = ANY($3::text[]);
 
 -- name: read_places
--- Which version of its row each snapshot is: whoever writes to a row, by whatever means, makes another one. $3 keys.
-SELECT aggregate_id, xmin::text || ctid::text || checksum AS place
-FROM noetl.projection_snapshot
-WHERE tenant_id = $1
-    AND organization_id = $2
-    AND aggregate_type = 'replay_state'
-    AND aggregate_id = ANY($3::text[]);
+-- Which version of its row each snapshot is: whoever writes to a row, by whatever means, makes another one. And what the
+-- transaction sees of the log, NULL where rows do not carry the transaction that wrote them, or where that can't be
+-- looked up by an index. $3 keys.
+SELECT
+    (
+        SELECT pg_current_snapshot()::text
+        WHERE EXISTS (
+            SELECT 1
+            FROM pg_attribute AS a
+            JOIN pg_index AS i ON i.indrelid = a.attrelid AND i.indkey[0] = a.attnum AND i.indisvalid
+            WHERE a.attrelid = to_regclass('noetl.event') AND a.attname = 'xact_id' AND a.atthasdef
+        )
+    ) AS log_snapshot,
+    ARRAY(
+        SELECT ARRAY[aggregate_id, xmin::text || ctid::text || checksum]
+        FROM noetl.projection_snapshot
+        WHERE tenant_id = $1
+            AND organization_id = $2
+            AND aggregate_type = 'replay_state'
+            AND aggregate_id = ANY($3::text[])
+    ) AS places;
 
 -- name: save_snapshots
 -- Store what covers at least as many events as what is there; an older fold never replaces a newer one. Visible sets of
@@ -242,8 +256,9 @@ CROSS JOIN LATERAL (
 ) AS counted;
 
 -- name: events_to_fold
--- What the fold reads, of many executions, each behind its own place, in the order in which it is folded. JSON columns
--- as text; the reference is the event's own, else its result's. Arrays from $3: executions, the places.
+-- The next $5 events as the fold reads them, of many executions, each behind its own place, in the order in which they
+-- are folded. JSON columns as text; the reference is the event's own, else its result's. Arrays from $3: executions, the
+-- places.
 SELECT
     wanted.execution_id,
     e.event_id,
@@ -279,7 +294,8 @@ CROSS JOIN LATERAL (
         AND b.tenant_id = $1
         AND b.organization_id = $2
     ORDER BY b.event_id
-) AS e;
+) AS e
+LIMIT $5;
 
 -- name: next_executions
 -- The executions that have events, behind one, found by hopping over the index instead of reading every event.
@@ -336,17 +352,6 @@ WITH RECURSIVE walk (execution_id, steps) AS (
 )
 SELECT count(*)
 FROM walk;
-
--- name: current_log_snapshot
--- What this transaction sees of the log; NULL where rows do not carry the transaction that wrote them, or where that
--- can't be looked up by an index.
-SELECT pg_current_snapshot()::text
-WHERE EXISTS (
-    SELECT 1
-    FROM pg_attribute AS a
-    JOIN pg_index AS i ON i.indrelid = a.attrelid AND i.indkey[0] = a.attnum AND i.indisvalid
-    WHERE a.attrelid = to_regclass('noetl.event') AND a.attname = 'xact_id' AND a.atthasdef
-);
 
 -- name: count_behind
 -- Of the executions that the last $1 events belong to, those whose snapshot is missing or does not reach their newest one.
