@@ -43,6 +43,11 @@ class HotStates:
         """One as it is now; it may be taken and changed as soon as somebody else runs."""
         return self._states.get(_key(tenant, execution_id))
 
+    def text_bytes_of(self, tenant: Tenant, execution_id: int) -> int | None:
+        """What one weighs, if it is there."""
+        state = self.peek(tenant, execution_id)
+        return state.text_bytes if state else None
+
     def put(self, tenant: Tenant, state: HotState) -> None:
         """Keep it, at the cost of those that were used least recently."""
         key = _key(tenant, state.snapshot.execution_id)

@@ -7,8 +7,9 @@ What that snapshot shows is in the state and nothing else is; so a straggler, ho
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from noetl_grpc.core import snapshots
 from noetl_grpc.core.access import Tenant
@@ -28,8 +29,8 @@ from noetl_grpc.storage.projections import Coverage, StoredRow
 from noetl_grpc.storage.replay import START, collector_held, fold_log, in_steps
 
 #: Executions that are folded in one transaction: at first, at most, and by what their states weigh together.
-SLICE_FIRST = 50
-SLICE_MAX = 200
+SLICE_FIRST = 20
+SLICE_MAX = 350
 SLICE_BYTES = 8 * 1024 * 1024
 #: Slices of one call that are under way at a time: while the database reads or saves one, another is folded.
 SLICES_AT_ONCE = 3
@@ -71,23 +72,29 @@ class _Draft:
     row: SnapshotRow
 
 
-class _Queue:
-    """What is left to be advanced, handed out in slices of about the same weight."""
+class Queue:
+    """What is left to be advanced, handed out in slices that weigh little enough for the memory."""
 
-    def __init__(self, ids: Sequence[int]) -> None:
+    def __init__(self, ids: Sequence[int], *, known_bytes: Callable[[int], int | None]) -> None:
+        """What states at hand weigh is known; of the others it is guessed, and then learnt."""
         self._ids = ids
         self._done = 0
-        self._size = SLICE_FIRST
+        self._known_bytes = known_bytes
+        self._guess_bytes = SLICE_BYTES // SLICE_FIRST
 
     def take(self) -> Sequence[int]:
         """The next slice; nothing when all is done."""
-        part = self._ids[self._done : self._done + self._size]
-        self._done += len(part)
-        return part
+        first, room_bytes = self._done, SLICE_BYTES
+        for execution_id in self._ids[first : first + SLICE_MAX]:
+            room_bytes -= self._known_bytes(execution_id) or self._guess_bytes
+            if room_bytes < 0 and self._done > first:
+                break
+            self._done += 1
+        return self._ids[first : self._done]
 
-    def weigh(self, executions: int, text_bytes: int) -> None:
-        """Let the next slice be as large as what these weigh allows."""
-        self._size = min(SLICE_MAX, max(1, executions * SLICE_BYTES // max(text_bytes, 1)))
+    def learn(self, executions: int, text_bytes: int) -> None:
+        """What so many executions weighed together."""
+        self._guess_bytes = text_bytes // executions
 
 
 class ReadModel:
@@ -134,14 +141,14 @@ class ReadModel:
     async def _advance_shard(
         self, pool: Pool, tenant: Tenant, ids: Sequence[int]
     ) -> list[Advanced | NotAdvanced] | Unavailable:
-        queue = _Queue(ids)
+        queue = Queue(ids, known_bytes=partial(self._hot.text_bytes_of, tenant))
         outcomes: list[Advanced | NotAdvanced] = []
 
         async def work() -> None:
             while part := queue.take():
                 more, weight = await self._advance_slice(pool, tenant, part)
                 outcomes.extend(more)
-                queue.weigh(len(part), weight)
+                queue.learn(len(part), weight)
 
         try:
             async with asyncio.TaskGroup() as group:

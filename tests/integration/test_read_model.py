@@ -626,3 +626,22 @@ def test_a_row_of_somebody_else_is_no_seed() -> None:
     row = snapshots.SnapshotRow(1, 5, '{"event_count": 3}', "x", '{"upcaster_registry_digest": "y"}')
 
     assert snapshots.read(row) is SeedOutcome.FOLD_VERSION
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_slices_weigh_what_memory_allows(known: bool) -> None:
+    heavy = readmodel.SLICE_BYTES // 2
+    ids = [*range(100)]
+    at_hand = {item: heavy if item < 10 else 1 for item in ids} if known else {}
+    queue = readmodel.Queue(ids, known_bytes=at_hand.get)
+
+    slices = []
+    while part := queue.take():
+        slices.append(len(part))
+        queue.learn(len(part), len(part) * (heavy if part[0] < 10 else 1))
+
+    assert sum(slices) == len(ids)
+    # Where nobody knows, the first slice tells: one that was too heavy makes the next one small.
+    assert slices == ([2, 2, 2, 2, 2, 90] if known else [readmodel.SLICE_FIRST, 2, 78])
+    one = readmodel.Queue([1], known_bytes=lambda _: 10 * readmodel.SLICE_BYTES)
+    assert (one.take(), one.take()) == ([1], [])
