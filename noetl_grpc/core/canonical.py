@@ -25,6 +25,9 @@ _FAST = (
     | orjson.OPT_PASSTHROUGH_SUBCLASS
 )
 
+#: From version 3 on, a container that is in two places of a value is one in both places of the copy, too.
+_MARSHAL_WITHOUT_SHARING = 2
+
 
 def canonical_json(value: Json, *, holds_float: bool | None = None) -> bytes:
     """The canonical text of a value. Who already knows whether it holds a float may say so."""
@@ -53,7 +56,7 @@ def copy_json(value: Json) -> Json:
     """A copy that shares no container with the original."""
     try:
         # Twice as fast as walking the value, and as exact: it keeps order, large integers and the bits of floats.
-        return marshal.loads(marshal.dumps(value))
+        return marshal.loads(marshal.dumps(value, _MARSHAL_WITHOUT_SHARING))
     except ValueError:
         return _walk_copy(value)
 
