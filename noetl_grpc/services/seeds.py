@@ -55,7 +55,7 @@ class Seeds:
         self, conn: Connection, scope: Scope, cutoff: Cutoff
     ) -> tuple[Snapshot | None, SeedOutcome]:
         tenant = Tenant(scope.tenant_id, scope.organization_id)
-        snapshot = await self._at_hand(conn, tenant, scope.execution_id)
+        snapshot, has_xact_id = await self._at_hand(conn, tenant, scope.execution_id)
         if snapshot is None:
             stored = (await projections.read_snapshots(conn, tenant, [scope.execution_id])).get(
                 scope.execution_id
@@ -65,6 +65,7 @@ class Seeds:
             snapshot, outcome = self.prove(stored)
             if snapshot is None or outcome is not SeedOutcome.USED:
                 return None, outcome
+            has_xact_id = await cursors.can_follow_snapshots(conn)
         if snapshot.version > cutoff.event_id:
             return None, SeedOutcome.ABSENT
         if cutoff.time is not None and await projections.reaches_past(
@@ -72,19 +73,21 @@ class Seeds:
         ):
             # It has folded an event that the cutoff leaves out.
             return None, SeedOutcome.ABSENT
-        has_xact_id = await cursors.can_follow_snapshots(conn)
         if await projections.executions_with_stragglers(conn, tenant, [snapshot], has_xact_id=has_xact_id):
             return None, SeedOutcome.STRAGGLER
         return snapshot, SeedOutcome.USED
 
-    async def _at_hand(self, conn: Connection, tenant: Tenant, execution_id: int) -> Snapshot | None:
-        """A copy of what this process stored, if the row still is the one it wrote."""
+    async def _at_hand(
+        self, conn: Connection, tenant: Tenant, execution_id: int
+    ) -> tuple[Snapshot | None, bool]:
+        """A copy of what this process stored, if the row still is the one it wrote; and whether the log has xact_id."""
         if self.hot.peek(tenant, execution_id) is None:
-            return None
-        _, places = await projections.read_places(conn, tenant, [execution_id])
+            return None, False
+        log_snapshot, places = await projections.read_places(conn, tenant, [execution_id])
         # Looked up once more, and copied without a pause: an advance may have taken it meanwhile.
         hot = self.hot.peek(tenant, execution_id)
         if hot is None or hot.place != places.get(execution_id):
-            return None
+            return None, False
         with collector_held():
-            return replace(hot.snapshot, state=copy_json(hot.snapshot.state))
+            copied = replace(hot.snapshot, state=copy_json(hot.snapshot.state))
+        return copied, log_snapshot is not None

@@ -13,7 +13,6 @@ import pytest
 from noetlpb.v1 import replay_pb2 as pb
 from noetlpb.v1 import state_pb2
 
-from noetl_grpc.core.canonical import copy_json
 from noetl_grpc.core.difference import MISSING, is_same, lookup, parse_pointer
 from noetl_grpc.core.fold import fold
 from noetl_grpc.core.rules import FoldRules
@@ -40,7 +39,7 @@ def state_of(log: dict[str, Any], events: list[dict[str, Any]]) -> dict[str, Any
 
 def applied(state: Any, changes: list[pb.StateChange]) -> Any:
     """As a client would: change by change, in the order of the answer."""
-    document = copy_json(state)
+    document = json.loads(json.dumps(state))
     for change in changes:
         *parents, last = parse_pointer(change.path)
         parent = lookup(document, tuple(parents))

@@ -6,7 +6,6 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from noetl_grpc.core.canonical import copy_json
 from noetl_grpc.core.difference import (
     MISSING,
     Blame,
@@ -107,7 +106,7 @@ def test_strict_and_union_differ_only_where_they_say(log: list[Event]) -> None:
 
 def applied(state: Any, changes: list[Change]) -> Any:
     """The state after making the changes one by one, as a reader of a diff would."""
-    document = copy_json(state)
+    document = json.loads(json.dumps(state))
     for change in changes:
         parent = lookup(document, change.path[:-1])
         last: Any = int(change.path[-1]) if isinstance(parent, list) else change.path[-1]

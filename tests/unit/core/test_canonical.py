@@ -81,12 +81,3 @@ def test_a_copy_is_equal_and_shares_no_container(value: Any) -> None:
     assert repr(copied) == repr(value)
     copied[next(key for key, item in value.items() if isinstance(item, list))][0] = "changed"
     assert repr(copied) != repr(value)
-
-
-def test_what_is_in_two_places_of_a_value_is_two_things_in_its_copy() -> None:
-    noted = {"event_id": 1, "reference": {"uri": "s3://a"}}
-
-    copied = copy_json({"payload_refs": [noted], "last_payload_ref": noted})
-    copied["last_payload_ref"]["reference"]["uri"] = "changed"
-
-    assert copied["payload_refs"] == [noted]
