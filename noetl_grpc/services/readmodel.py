@@ -93,8 +93,9 @@ class Queue:
         return self._ids[first : self._done]
 
     def learn(self, executions: int, text_bytes: int) -> None:
-        """What so many executions weighed together."""
-        self._guess_bytes = text_bytes // executions
+        """What so many executions weighed together; nothing, where none of them could be advanced, tells nothing."""
+        if text_bytes:
+            self._guess_bytes = text_bytes // executions
 
 
 class ReadModel:

@@ -645,3 +645,11 @@ def test_slices_weigh_what_memory_allows(known: bool) -> None:
     assert slices == ([2, 2, 2, 2, 2, 90] if known else [readmodel.SLICE_FIRST, 2, 78])
     one = readmodel.Queue([1], known_bytes=lambda _: 10 * readmodel.SLICE_BYTES)
     assert (one.take(), one.take()) == ([1], [])
+
+
+def test_a_slice_that_could_not_be_advanced_tells_nothing_of_weights() -> None:
+    queue = readmodel.Queue([*range(100)], known_bytes=lambda _: None)
+
+    queue.learn(len(queue.take()), 0)
+
+    assert len(queue.take()) == readmodel.SLICE_FIRST
