@@ -52,7 +52,7 @@ PLANS: dict[Size, Plan] = {
     "small": Plan(
         long_events=3_000,
         short_events=500,
-        replays=8,
+        replays=32,
         reader_break_seconds=0.1,
         answer_seconds_max=3.0,
         seconds_max=18.0,

@@ -14,8 +14,8 @@ from noetl_grpc.core.canonical import Json, JsonObject
 DEPTH_MAX = 400
 
 _DIGITS_TO_ZERO = bytes(ord("0") if ord("0") <= byte <= ord("9") else byte for byte in range(256))
-# orjson reads an integer beyond 64 bits as a float. The shortest of them has twenty digits.
-_LONG_NUMBER = b"0" * 20
+# orjson reads an integer beyond 64 bits as a float. The shortest of them has nineteen digits, behind a minus.
+_LONG_NUMBER = b"0" * 19
 _BEFORE_A_NUMBER = b" ,:[-\n"
 
 _STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]')
