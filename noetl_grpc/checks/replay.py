@@ -51,7 +51,7 @@ class Plan:
 PLANS: dict[Size, Plan] = {
     "small": Plan(
         long_events=3_000,
-        short_events=500,
+        short_events=5_000,
         replays=32,
         reader_break_seconds=0.1,
         answer_seconds_max=3.0,
